@@ -1,4 +1,4 @@
-"""How often the truth is beyond the 95 % upper bounds of gates and budgets, which are one-sided.
+"""Measures how often the truth exceeds the one-sided 95 % bounds of gates and budgets.
 
 5 % of draws is what a bound claims. Population and draws are those of `evaluate_coverage.py`: the
 divergence, and the change of the perplexity, of two exports on 640 documents, whose own figures are

@@ -1,4 +1,4 @@
-"""What observing costs: a forward pass with exact histograms against the bare one.
+"""Measures what observing costs: a forward pass with exact histograms against the bare one.
 
 The claims it checks: under 20 % of an FP32 forward pass and 40 % of a BF16 one, and faster than the
 max calibration of NVIDIA ModelOpt. Each round runs the same batches bare, observed, watched by

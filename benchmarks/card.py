@@ -1,4 +1,4 @@
-"""What every benchmark prints before its figures, and writes beside them: the conditions."""
+"""Prints the conditions of a benchmark before its figures, and writes them beside the figures."""
 
 import json
 import os

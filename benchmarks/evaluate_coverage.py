@@ -1,4 +1,4 @@
-"""How often the intervals of `octet evaluate` hold the truth, on answers that were measured.
+"""Measures how often the intervals of `octet evaluate` hold the truth, on recorded answers.
 
 The claim it checks: 95 % intervals of the divergence, of the perplexity's change and of the
 difference between two artifacts cover the true figure in 93.5 to 96.5 % of resamples. The
@@ -130,7 +130,7 @@ def scored(directory: Path, recipes: list[str]) -> Evaluation:
 
 
 def figures(evaluation: Evaluation, names: list[str]) -> dict[str, Numbers]:
-    """What intervals are made of: sums over each document."""
+    """Returns what intervals are made of: sums over each document."""
     reference, (first, second) = evaluation.reference, evaluation.targets
     assert reference is not None
     kl = [total(scores.kl) for scores in (first, second)]
@@ -154,7 +154,7 @@ def total(values: Any) -> Numbers:
 def coverage(
     figure: str, sums: Numbers, tokens: Numbers, n: int, generator: np.random.Generator
 ) -> dict[str, Any]:
-    """How often each method's interval of n documents holds that of all."""
+    """Counts how often each method's interval of n documents holds the mean of all."""
     truth = sums.sum() / tokens.sum()
     residuals = sums - truth * tokens
     skewness = float((residuals**3).mean() / residuals.std() ** 3)

@@ -151,7 +151,7 @@ def copy(directory: Path) -> None:
 
 
 def export(directory: Path) -> None:
-    """In a process of its own, for its peak; leaves `answer`."""
+    """Exports in a process of its own, to measure its peak of memory; writes `answer`."""
     if (directory / "out").exists():
         shutil.rmtree(directory / "out")
     paths = (str(directory / name) for name in ("calibration", "out", "answer"))

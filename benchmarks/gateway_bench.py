@@ -1,4 +1,4 @@
-"""What the gateway benchmarks share: an upstream and a client on their cores."""
+"""Starts what the gateway benchmarks share: an upstream and a client on their cores."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _SCHEDULERS = {os.SCHED_OTHER: "SCHED_OTHER", os.SCHED_FIFO: "SCHED_FIFO"}
 
 
 class Bench:
-    """Who runs on which core; `scratch` is a directory for configurations and logs."""
+    """The core of each process; `scratch` is a directory for configurations and logs."""
 
     def __init__(self, seconds: float, scratch: Path) -> None:
         self.seconds = seconds
@@ -48,7 +48,7 @@ class Bench:
         return Running(gateway, urls, self.cores[2], self.scratch)
 
     def load(self, port: int, *options: object) -> dict[str, Any]:
-        """What the client reports; a wrong answer ends the benchmark."""
+        """Returns what the client reports; a wrong answer ends the benchmark."""
         command = [sys.executable, str(HERE / "gateway_load.py"), "--port", port, "--key", KEY]
         command += ["--core", self.cores[1], *options]
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def long_run(bench: Bench, gateway: Gateway, requests: int, limit_s: float) -> dict[str, Any]:
-    """As many as `requests`, or as take about `limit_s`."""
+    """Sends `requests`, or as many as take about `limit_s`."""
     print(gateway.name, file=sys.stderr, flush=True)
     with bench.upstream() as ports, bench.running(gateway, ports) as running:
         started_mb = running.rss_mb()

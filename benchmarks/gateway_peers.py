@@ -1,4 +1,4 @@
-"""What Octet's gateway is compared with, each in a virtual environment of its own, and Octet.
+"""Starts the gateways that Octet's is compared with, each in its own virtual environment.
 
     python benchmarks/gateway_peers.py build [NAME ...] [--python python3.12]
 
@@ -85,7 +85,7 @@ def production_stack(upstreams: list[str], port: int, scratch: Path) -> list[str
 
 
 def rust_router(upstreams: list[str], port: int, scratch: Path) -> list[str]:
-    """What can be had in Rust: vllm-project/router, not the one of production-stack."""
+    """Returns the command of the router in Rust: vllm-project/router, not production-stack's."""
     return [
         program("vllm-router", "vllm-router"),
         *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
@@ -151,7 +151,7 @@ GATEWAYS = {
 
 
 def chosen(names: list[str]) -> list[Gateway]:
-    """Those of `names`, whose environments must have been built."""
+    """Returns the gateways in `names`; their environments must have been built."""
     gateways = [GATEWAYS[name] for name in names]
     if missing := {g.peer for g in gateways if g.peer and not (PEERS / g.peer).exists()}:
         raise SystemExit(f"not built: {', '.join(sorted(missing))}; see gateway_peers.py")
@@ -159,7 +159,7 @@ def chosen(names: list[str]) -> list[Gateway]:
 
 
 def version(gateway: Gateway) -> str:
-    """Such as "litellm 1.106.2", and of which Python."""
+    """Returns a version such as "litellm 1.106.2", and that of its Python."""
     if gateway.peer is None:
         return f"octet {__version__} on Python {platform.python_version()}"
     code = (

@@ -1,4 +1,4 @@
-"""What exact histograms cost on a GPU, beside an absmax hook and ModelOpt's max calibration.
+"""Measures exact histograms on a GPU, beside an absmax hook and ModelOpt's max calibration.
 
 The claim it checks: observing every distinct linear input, K and V costs at most 2 % over the bare
 forward pass. A round runs the same batches bare, then observed, bare, absmax, bare, ModelOpt and

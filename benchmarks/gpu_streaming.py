@@ -1,4 +1,4 @@
-"""What calibrating layer by layer costs on a GPU, beside the same model whole in memory.
+"""Measures calibrating layer by layer on a GPU, beside the same model whole in memory.
 
 Writes a random checkpoint of Llama-8B layers to a temporary directory, then in alternating rounds
 times a bare forward pass of the model in GPU memory, and `observe_checkpoint`, which reads every

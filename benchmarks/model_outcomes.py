@@ -153,7 +153,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one case."""
+    """The outcome of one case."""
 
     case: str
     outcome: str  # calibrated, refused or failed

@@ -103,7 +103,7 @@ class Study:
 
     @property
     def draws(self) -> int:
-        """How many draws share no prompt."""
+        """Returns the number of draws that share no prompt."""
         simulated = next(iter(self.scenarios.logprobs.values())).shape[1]
         return min(len(self.answers), simulated) // self.strata
 
@@ -116,7 +116,7 @@ class Study:
         return [int(draw) * self.strata + n for n, draw in enumerate(chosen)]
 
     def part(self, records: Sequence[int]) -> tuple[GoldenSet, ScenarioSet, list[Response]]:
-        """As an artifact would hold them, and the answers."""
+        """Returns the golden records as an artifact would hold them, and the answers."""
         golden = self.golden.model_copy(
             update={"records": tuple(self.golden.records[n] for n in records)}
         )
@@ -135,7 +135,7 @@ class Study:
 
 @dataclass
 class Tally:
-    """What became of one server in some draws."""
+    """The outcomes of one server in some draws."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     names: Counter[str] = field(default_factory=Counter)
@@ -190,7 +190,7 @@ def _in_looks(
     responses: Sequence[Response],
     seed: int,
 ) -> Verdict:
-    """As the gateway admits: until it is decided, or all has been asked."""
+    """Judges as the gateway does: until it is decided, or every prompt was sent."""
     parts = list(parts_of(order(golden, seed, first=simulated(scenarios))))
     asked: list[Response] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""What vLLM answers on a GPU to the pool of prompts of the proof study: its servers, offline.
+"""Records what vLLM answers on a GPU to the pool of prompts of the proof study, offline.
 
     python benchmarks/proof_study_gpu.py DIRECTORY OUT     writes OUT/answers-<server>.jsonl.gz
 
@@ -80,7 +80,7 @@ def run(name: str, directory: Path, out: Path) -> "subprocess.Popen[bytes]":
 
 
 def serve(checkpoint: str, cache: str, prompts: str, answers: str) -> None:
-    """In a process of its own: every prompt's greedy answer, with its likeliest tokens."""
+    """Records, in a process of its own, every prompt's greedy answer, with its likeliest tokens."""
     from vllm import SamplingParams, TokensPrompt
 
     started = time.perf_counter()

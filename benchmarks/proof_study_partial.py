@@ -1,4 +1,4 @@
-"""Is a server noticed that is right on most prompts? Recorded answers of two servers, mixed.
+"""Measures if a server is detected that is right on most prompts: mixes answers of two servers.
 
     python benchmarks/proof_study_partial.py DIRECTORY [--draws 16] [--output FILE]
 

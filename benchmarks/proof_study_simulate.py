@@ -113,7 +113,7 @@ def pack(out: Path, name: str, golden: GoldenSet, found: ScenarioSet) -> None:
 
 
 def unpack(directory: Path, name: str, golden: GoldenSet) -> ScenarioSet:
-    """What `pack` wrote."""
+    """Reads what `pack` wrote."""
     reference = reference_of(golden)
     found: dict[Scenario, NDArray[np.float32]] = {}
     for path in sorted(directory.glob(f"{name}-*.npz")):

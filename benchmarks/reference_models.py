@@ -140,7 +140,7 @@ def calibration_rows(checkpoint: Checkpoint, sampling: Options) -> list[list[int
 
 @dataclass(frozen=True)
 class Served:
-    """What is simulated: the schemes of the quantized linears, their scales and exported weights.
+    """The simulated model: the schemes of the quantized linears, their scales and exported weights.
 
     Without an exported weight, the model's own is quantized by its scheme.
     """

@@ -1,4 +1,4 @@
-"""What tiers cost a request: to decide who may answer, and to say who did.
+"""Measures what tiers cost a request: choosing the pool, and naming it in the answer.
 
 The decision is made per request, from what the pools measure at that moment. Each figure is the
 best of 300 rounds of 1,000 calls, less the same loop around nothing.

@@ -149,7 +149,7 @@ def _last(pattern: re.Pattern[str], text: str) -> str:
 
 
 def serve(checkpoint: str, cache: str, attention: str, answer: str) -> None:
-    """In a process of its own: the golden prompts through vLLM, log-probabilities to `answer`."""
+    """Runs vLLM in its own process on the golden prompts; writes log-probabilities to `answer`."""
     from vllm import SamplingParams, TokensPrompt
 
     more: dict[str, Any] = {"attention_backend": attention} if attention else {}

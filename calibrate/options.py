@@ -38,7 +38,7 @@ class Options(Sampling):
 
     @property
     def minimum(self) -> int:
-        """As of `Sampling`; 1 where samples decide nothing and are only measured on."""
+        """Returns the least number of samples: 1 if no scale or format depends on them."""
         decide = self.recipe.takes_from_samples or self.algorithm is not None
         return super().minimum if decide or self.budget is not None else 1
 

@@ -1,4 +1,4 @@
-"""What all HTML pages share: one stylesheet, and a write that leaves no half a page.
+"""Returns the stylesheet of all HTML pages, and writes a page atomically.
 
 A page is one file without requests to anywhere: its content security policy forbids them.
 """

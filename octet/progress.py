@@ -13,6 +13,7 @@ from rich.progress import (
     TaskID,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
@@ -23,6 +24,7 @@ __all__ = ["Bars", "Spread", "progress_bar", "progress_bars"]
 # Rich forgets steps after 30 s, and without two steps has no rate: a layer may take minutes.
 _RATE_PERIOD_S = 1e9
 _NARROW = 80  # columns; below, a bar's line has no room for its rate
+_WIDE = 100  # columns; from here on, it has room for the time elapsed
 
 
 class _Done(ProgressColumn):
@@ -38,8 +40,13 @@ class _Done(ProgressColumn):
         if self._unit == "bytes":
             rate = "" if speed is None else f" {decimal(int(speed))}/s"
             return Text(f"{decimal(done)}/{decimal(total)}{rate}")
-        rate = "" if speed is None else f" {speed:,.0f} {self._unit}/s"
+        rate = "" if speed is None else f" {_figure(speed)} {self._unit}/s"
         return Text(f"{done:,}/{total:,} {self._unit}{rate}")
+
+
+def _figure(speed: float) -> str:
+    """Formats a rate with at least two digits: a step may take minutes."""
+    return f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
 class Bars:
@@ -70,7 +77,8 @@ def progress_bars(
     """Yields bars that count `unit`s; `transient` ones disappear at the end.
 
     A bar's rate counts from its first update on, which may be of work kept from an earlier run.
-    Each bar is one line: it shrinks first, and a narrow terminal shows a percentage in its place.
+    Each bar is one line: it shrinks first, and a narrow terminal shows a percentage in its place. A
+    wide one also shows the time elapsed.
     """
     whole = Column(no_wrap=True)
     narrow = console is not None and console.width < _NARROW
@@ -79,9 +87,12 @@ def progress_bars(
         if narrow
         else (BarColumn(bar_width=None, table_column=Column(max_width=40)), _Done(unit))
     )
+    wide = console is not None and console.width >= _WIDE
+    elapsed = (TextColumn("elapsed", table_column=whole), TimeElapsedColumn(table_column=whole))
     with Progress(
         TextColumn("{task.description}", markup=False, table_column=whole),
         *shown,
+        *(elapsed if wide else ()),
         TextColumn("ETA", table_column=whole),
         TimeRemainingColumn(table_column=whole),
         console=console,

@@ -35,7 +35,7 @@ def bench(
         typer.Argument(
             metavar="TARGET",
             help="Running servers, as http://host:port\\[/model], or checkpoints that vLLM is"
-            " started on; the first is compared with.",
+            " started on; the others are compared with the first.",
         ),
     ],
     tokenizer: Annotated[
@@ -56,17 +56,17 @@ def bench(
         int, typer.Option(min=1, help="Rounds; in each, every target runs every load once.")
     ] = 5,
     requests: Annotated[
-        int, typer.Option(min=1, help="Requests of a run, for each that is sent at a time.")
+        int, typer.Option(min=1, help="Requests of a run per concurrent client.")
     ] = 8,
     vllm: Annotated[
         str,
         typer.Option(
-            metavar="COMMAND", help="The vllm that makes the load and serves checkpoints."
+            metavar="COMMAND", help="The vllm that generates the load and serves checkpoints."
         ),
     ] = "vllm",
     vllm_options: Annotated[
         str,
-        typer.Option(help="For each server that is started, such as '--max-model-len 8192'."),
+        typer.Option(help="Options of each vLLM that is started, such as '--max-model-len 8192'."),
     ] = "",
     samples: Annotated[
         Path | None, typer.Option(help="Held-out texts: measures quality too, as `evaluate` does.")
@@ -227,7 +227,7 @@ def _require_context(servers: "list[Server]", loads: "list[Load]") -> None:
             if context is not None and load.prompt + load.output > context:
                 raise ConfigError(
                     f"{server.name}: has a context of {context} tokens, and --load {load} needs"
-                    f" {load.prompt + load.output}: give a smaller one"
+                    f" {load.prompt + load.output}: give a smaller load"
                 )
 
 

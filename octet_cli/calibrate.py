@@ -39,7 +39,7 @@ KvOption = Annotated[
 Predict = Annotated[
     bool,
     typer.Option(
-        "--predict/--no-predict", help="Say what each way of serving it is expected to cost."
+        "--predict/--no-predict", help="Predict the divergence of each way of serving the model."
     ),
 ]
 Exclude = Annotated[

@@ -57,19 +57,19 @@ def evaluate(
     ] = TOP_K,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Keep every answer here: a later run goes on from it."),
+        typer.Option("--out", "-o", help="Keep every answer here: the same command continues."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write one page with tables and plots.")
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Of lm-evaluation-harness, asked of servers: arc_easy,hellaswag,..."),
+        typer.Option(help="Tasks of lm-evaluation-harness, for servers: arc_easy,hellaswag,..."),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(help="The harness: a directory with tasks of your own.")
+        Path | None, typer.Option(help="Directory with harness tasks of your own.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="The harness: items of a task.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items of each harness task.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests to a server at a time.")] = 4,
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the servers' API key.")
@@ -89,7 +89,8 @@ def evaluate(
         raise ConfigError("--html shows what --samples measures: give --samples FILE too")
     if tasks is not None and local:
         raise ConfigError(
-            f"{local[0]}: --tasks are asked of running servers; `octet serve {local[0]}` makes one"
+            f"{local[0]}: --tasks are for running servers: start one (an export or engine:"
+            " `octet serve`, a checkpoint: `vllm serve`) and give its URL"
         )
     require_room(out, html)
 
@@ -219,9 +220,9 @@ def note(line: str) -> None:
 @contextmanager
 def _kept(out: Path | None) -> Iterator[None]:
     """Adds to an interruption, or a server's error, how to continue the run."""
-    hint = f"what was answered is kept in {out}: the same command goes on from there"
+    hint = f"finished answers are kept in {out}: the same command continues from there"
     if out is None:
-        hint = "nothing was kept: with --out DIR, a run that ends early can be gone on with"
+        hint = "nothing was kept: with --out DIR, a run that ends early can be continued"
     try:
         yield
     except BackendError as error:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octet.artifacts.manifest import Manifest, check_destination
 from octet.errors import ConfigError
+from octet.tables import fitted
 from octet_cli.help import Command, Group, examples_of
 from octet_cli.options import (
     Force,
@@ -258,7 +259,8 @@ def build_engine(
     if figures and not as_json:
         from serve.tensorrt.benchmark import table
 
-        Console().print(table(figures["benchmark"]))
+        terminal = Console()
+        terminal.print(fitted(table(figures["benchmark"]), terminal))
 
 
 def _judge(

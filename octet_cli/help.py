@@ -1,4 +1,4 @@
-"""How the command line shows its help: one style of metavar, and examples under every command.
+"""Formats the help: one style of metavar, and examples under every command.
 
 A metavar is one word in capitals (PATH, N, TEXT), or the values to choose from; a flag has none.
 """

@@ -29,7 +29,7 @@ keys = typer.Typer(
 
 @keys.command(cls=Command, epilog=examples_of("keys new"))
 def new(
-    name: Annotated[str, typer.Argument(help="What metrics and logs call it.")],
+    name: Annotated[str, typer.Argument(help="The key's name in metrics and logs.")],
     as_json: Json = False,
 ) -> None:
     """Make a key: it is printed once, with the entry for the configuration."""

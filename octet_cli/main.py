@@ -34,7 +34,7 @@ __all__ = ["app", "build_engine_main", "calibrate_main", "main"]
 _PRINTING_S = 10.0
 
 app = typer.Typer(
-    help="From a Hugging Face checkpoint to an FP8 service that can prove what it serves.",
+    help="From a Hugging Face checkpoint to an FP8 or FP4 service that can prove what it serves.",
     cls=Group,
     epilog=examples_of("octet"),
     no_args_is_help=True,

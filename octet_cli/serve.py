@@ -28,11 +28,12 @@ def serve(
         bool,
         typer.Option(
             "--proof/--no-proof",
-            help="Whether a backend's numbers must match its artifact before it serves.",
+            help="Serve a backend only once its answers match its artifact.",
         ),
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Say what the configuration holds, and end.")
+        bool,
+        typer.Option("--check", help="Check the configuration, print what it holds, and exit."),
     ] = False,
 ) -> None:
     """Serve OpenAI's API over the embedded engine, vLLM, Triton or any other server of it."""

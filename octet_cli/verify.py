@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["report", "verify"]
 
 _WORST, _PROBLEMS = 10, 30  # rows of the tables that are shown without --all
-_SERVER = "Of a server"
+_SERVER = "For a server's URL"
 
 
 def _of_url(flag: str, text: str, least: int | None = None) -> Any:
@@ -91,7 +91,7 @@ def verify(
         int | None,
         _of_url(
             "--seed",
-            "Order of the golden prompts after those on which every fault is simulated.",
+            "Seed for the order of golden prompts; those with simulated faults come first.",
             0,
         ),
     ] = None,

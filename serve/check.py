@@ -49,7 +49,7 @@ def check(path: Path, *, proof: bool = True) -> list[str]:
         labels = [exams.load(*key).label for key in _golden(pool.config)]
         lines += [f"pool {name}: to be proven by {label}" for label in labels]
     keys = len(config.access.keys)
-    lines.append(f"{keys} API keys" if keys else "no API keys: everybody may ask")
+    lines.append(f"{keys} API keys" if keys else "no API keys: anyone may send requests")
     return lines
 
 

@@ -90,7 +90,7 @@ def _verify_kind(
     algorithm = manifest.details.get("algorithm")
     if algorithm is not None and original is not None and original.calibration is None:
         found.unchecked.append(
-            f"numbers: {algorithm} changed the weights in calibration: give it with --calibration"
+            f"numbers: {algorithm} changed the weights: give the calibration with --calibration"
         )
         original = None
     elif original is None and manifest.kind in ("checkpoint", "onnx", "triton"):

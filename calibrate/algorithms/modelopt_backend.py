@@ -23,7 +23,7 @@ BACKEND = "octet"
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a quantizer rounds: its scheme, and fixed scales if it has them.
+    """A quantizer's scheme, and its fixed scales if it has them.
 
     `scale` and `global_scale` are those of weights on a fixed grid. If they are None, they are
     computed from the tensor itself. Static scales of activations are computed from the largest

@@ -72,7 +72,7 @@ def sites(spec: ModelSpec) -> Iterator[Site]:
     for reason, present in reasons.items():
         if present:
             raise UnsupportedError(
-                f"{spec.architecture}: smoothquant, awq and gptq are not brought in for {reason};"
+                f"{spec.architecture}: smoothquant, awq and gptq do not support {reason};"
                 " calibrate without --algorithm"
             )
     for index in range(spec.layers):

@@ -47,7 +47,7 @@ class Budget:
     """The recipe chosen for `limit`, and the steps of the search.
 
     `reached` and `bound` are the final values of the limited metric. `chosen` are the promoted
-    units with their formats, in the order of the model.
+    units of all `units`, with their formats, in the order of the model.
     """
 
     limit: Limit
@@ -56,6 +56,7 @@ class Budget:
     met: bool
     curve: tuple[Step, ...]
     chosen: tuple[tuple[str, str], ...]
+    units: int
     recipe: Recipe
     tokens: int
     evaluated_on: str
@@ -72,6 +73,7 @@ class Budget:
             "evaluated_on": self.evaluated_on,
             "curve": [asdict(step) for step in self.curve],
             "chosen": [{"unit": unit, "to": to} for unit, to in self.chosen],
+            "units": self.units,
         }
 
 
@@ -159,6 +161,7 @@ def choose(
         met=limit.met(cost),
         curve=tuple(curve),
         chosen=tuple((unit.name, level.name) for unit, level in promoted),
+        units=len(search.units),
         recipe=build_recipe(quantization.checkpoint.spec, recipe, promoted, name),
         tokens=cost.tokens,
         evaluated_on=evaluated_on,

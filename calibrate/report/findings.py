@@ -1,5 +1,6 @@
 """Derives the warnings of a calibration, and the list of what it could not determine."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,16 @@ from calibrate.report.tensors import TensorReport
 from calibrate.scales.convergence import Convergence
 from octet.recipe import Recipe
 
-__all__ = ["COSTLY", "HIDDEN_DB", "Finding", "Unknown", "cost_served", "find", "find_unknown"]
+__all__ = [
+    "COSTLY",
+    "HIDDEN_DB",
+    "Finding",
+    "Unknown",
+    "all_promoted",
+    "cost_served",
+    "find",
+    "find_unknown",
+]
 
 COSTLY = 0.01  # a larger relative increase of perplexity is a warning
 
@@ -45,6 +55,7 @@ def find(
     """Returns findings, the gravest first; `sensitivity` and `budget` are JSON."""
     return [
         *_over_budget(budget),
+        *_all_promoted(budget),
         *_costly(sensitivity, budget),
         *_hidden(tensors, met=budget is not None and bool(budget["met"])),
         *_overflowing(tensors),
@@ -145,6 +156,34 @@ def _over_budget(budget: Mapping[str, Any] | None) -> list[Finding]:
             f"the budget of {limit} {metric} is not met: {reached} (95 % bound {bound}) with every"
             " layer promoted as far as it goes",
             remedy,
+        )
+    ]
+
+
+def all_promoted(budget: Mapping[str, Any] | None) -> bool:
+    """Decides if a budget left no unit in the recipe's own format."""
+    return budget is not None and len(budget["chosen"]) == budget["units"]
+
+
+def _all_promoted(budget: Mapping[str, Any] | None) -> list[Finding]:
+    if budget is None or not all_promoted(budget):
+        return []
+    formats = Counter(unit["to"] for unit in budget["chosen"])
+    quantized = [name for name in formats if name != "bfloat16"]
+    if not quantized:
+        return [
+            Finding(
+                f"the budget promoted all {budget['units']} groups of layers to bfloat16: no weight"
+                " is quantized",
+                "Allow a larger budget, choose another recipe, or serve the original model.",
+            )
+        ]
+    to = " and ".join(f"{count} to {name}" for name, count in formats.items())
+    return [
+        Finding(
+            f"the budget promoted all {budget['units']} groups of layers, {to}: none keeps the"
+            " recipe's format",
+            f"Allow a larger budget, or calibrate with recipe {quantized[0]} in its place.",
         )
     ]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from calibrate.report.findings import Finding, cost_served
+from calibrate.report.findings import Finding, all_promoted, cost_served
 from calibrate.report.tensors import TensorReport
 from calibrate.scales.convergence import Convergence
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, power_text
@@ -73,6 +73,8 @@ def summarise(
     if not todo:
         todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
     title = f"{model} as {recipe.name}: "
+    if all_promoted(budget):
+        title += "the budget promoted every layer, "
     if warnings:
         title += f"{warnings} warning{'s' if warnings > 1 else ''} to read before export"
     elif unmeasured:

@@ -104,7 +104,7 @@ function startBudget() {
     element("li", {}, `${text(at)}: ${digits(at.weight_bytes / 1e6, 4)} MB, ${key === "kl" ? "KL" : key} ${digits(at[key], 4)}`)));
 }
 
-// The upper end of the confidence interval, which is what the budget is held against.
+// The upper end of the confidence interval, which is compared with the budget.
 function boundOf(found, at, key) {
   if (at.bound === undefined || at.bound === null) return at[key];
   const [reference] = key === "kl" ? [0] : limitOf({ ...found, limit: 0 }, key);

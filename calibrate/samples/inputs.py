@@ -139,12 +139,12 @@ def read_inputs(checkpoint: Checkpoint, sampling: Sampling) -> Inputs:
     evaluation = plan_batches(split.held_out, tokenizer, **sizes)
     chosen, scope, short = _chosen(spec, split.held_out, tokenizer)
     distinct, count = split.distinct, len(split.calibration)
-    repeated = [f"{count} samples are only {distinct}, repeated"] if 2 * distinct < count else []
+    repeated = [f"only {distinct} of {count} samples are distinct"] if 2 * distinct < count else []
     warnings = [*tokens, *split.warnings, *repeated, *plan.warnings, *short]
     if max_length < sampling.max_length:
         warnings.append(
-            f"{sampling.max_length} tokens were asked for, the model's context is"
-            f" {max_length}: samples were limited to that"
+            f"--max-length is {sampling.max_length}, and the model's context {max_length} tokens:"
+            " samples were limited to the context"
         )
     return Inputs(
         split=split,

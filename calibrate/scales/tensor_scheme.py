@@ -18,7 +18,7 @@ _SCALES = {"float32": "", "e8m0": ", power-of-two scales", "e4m3": ", E4M3 scale
 
 @dataclass(frozen=True)
 class ObservedScheme:
-    """How some linears' activations (`scheme`) or the KV cache (`kv_cache`) are quantized.
+    """The quantization of some linears' activations (`scheme`) or of the KV cache (`kv_cache`).
 
     Neither is set for activations that stay in full precision. `query` marks queries, which are
     rounded like the cache that they attend to.

@@ -18,7 +18,7 @@ __all__ = ["CacheRounding", "round_attention"]
 
 @dataclass(frozen=True)
 class CacheRounding:
-    """How an engine rounds its cache, and (`queries`) if its attention also computes in E4M3.
+    """An engine's rounding of its cache, and (`queries`) if its attention also computes in E4M3.
 
     With `own`, scales are those of the calibration's recipe, else those stored for `kv_cache`.
     `reread` is a fault: bytes written as E4M3 are read as E5M2, or the reverse.

@@ -121,9 +121,9 @@ class Pack:
             whole = model.forward(states, _NoCache(), position_ids=self._positions)
             if not self._alone:  # the replacement never ran: one attention mixed all records
                 raise UnsupportedError(
-                    f"{model.checkpoint.path}: transformers {transformers.__version__} lets nobody"
-                    f" replace the attention of {model.spec.architecture}, so that nothing can be"
-                    " predicted: install another release of it, or give --no-predict"
+                    f"{model.checkpoint.path}: transformers {transformers.__version__} does not"
+                    f" let the attention of {model.spec.architecture} be replaced, so nothing can"
+                    " be predicted: install another release of it, or give --no-predict"
                 )
             return whole[:, self._compared]
         with replace_attention(layer.self_attn, lambda *_, **__: (attended[0], None)):

@@ -34,9 +34,9 @@ def check_precision(precision: Precision, source: Source, who: str) -> None:
     if other:
         first = other[0]
         raise ExportError(
-            f"{who} multiplies {len(other)} of {len(wanted)} linears of recipe"
-            f" {source.recipe.name} otherwise than the recipe says: {first} in"
-            f" {precision.products.get(first, 'a way that it does not tell')}, not"
+            f"{who} runs {len(other)} of {len(wanted)} linears of recipe {source.recipe.name} in"
+            f" another precision than the recipe has: {first} in"
+            f" {precision.products.get(first, 'one that the builder does not report')}, not"
             f" {wanted[first]}; recipes fp8 and fp8-static are the safest choice"
         )
 
@@ -56,9 +56,15 @@ def precision_details(precision: Precision) -> dict[str, Any]:
 
 def print_report(console: Console, details: Mapping[str, Any]) -> None:
     """Prints a table of the engine's GEMMs, and lines about the build."""
-    table = Table(title=f"Products, of {details['precision']['of']}", title_justify="left")
-    for name in ("linears", "count", "precision"):
-        table.add_column(name, justify="right" if name == "count" else "left")
+    table = Table(
+        title=f"GEMMs of {details['precision']['of']}",
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+    )
+    table.add_column("linears", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("precision")
     rows = Counter(
         (_kind(name), precision) for name, precision in details["precision"]["products"].items()
     )

@@ -25,7 +25,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Score:
-    """How well one scenario explains the answers.
+    """The fit of one scenario to the answers.
 
     `log_likelihood` is the mean over prompts, per dimension of the noise, up to a constant. `z` is
     the standardized difference from the best conforming path (Vuong's statistic): below zero, the

@@ -1,4 +1,4 @@
-"""How much a backend may send: the limits that are no settings, in one place.
+"""Limits what a backend may send: the limits that are no settings, in one place.
 
 docs/limits.md lists them with the settings (`serve/config/gateway.py`), and the tests that hold
 them.

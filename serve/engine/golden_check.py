@@ -59,7 +59,7 @@ class Range:
         most = max(_FACTOR * read, _LEAST)
         if most >= self.high:
             return self
-        return Range(min(self.low, most), most, f"{_FACTOR} times what reading costs")
+        return Range(min(self.low, most), most, f"{_FACTOR} times the divergence of prefill")
 
 
 def prove(directory: Path, *, threads: int = 0, device: int = 0) -> dict[str, Any]:
@@ -86,8 +86,8 @@ def prove_runner(
     if not records:
         raise ExportError(f"{directory}: none of its golden prompts fits into its context")
     read, decoded, agree, tokens, same = _Golden(runner, records).run()
-    _judge(float(np.mean(read)), "reading prompts", accepted, directory)
-    _judge(float(np.mean(decoded)), "decoding", accepted.beside(float(np.mean(read))), directory)
+    _judge(float(np.mean(read)), "in prefill", accepted, directory)
+    _judge(float(np.mean(decoded)), "in decoding", accepted.beside(float(np.mean(read))), directory)
     facts: dict[str, Any] = {
         "status": "proven",
         "prompts": len(records),

@@ -31,20 +31,32 @@ PROOF_STATES = {
 _BACKEND = ("pool", "backend")
 # Each gauge's name, documentation and reader; a reader returns None if there is no value.
 _GATE: tuple[tuple[str, str, Callable[[Gate], float | None]], ...] = (
-    ("queue_requests", "Requests that wait at a pool's gate.", lambda gate: len(gate.queue)),
-    ("queue_tokens", "Tokens of those, as estimated.", lambda gate: gate.queue.tokens),
-    ("admitted_tokens", "Tokens under way in a pool, as estimated.", lambda gate: gate.tokens),
-    ("admission_limit_tokens", "At most so many; absent: no limit.", lambda gate: gate.limit),
+    ("queue_requests", "Requests in a pool's queue.", lambda gate: len(gate.queue)),
+    (
+        "queue_tokens",
+        "Estimated tokens of the requests in a pool's queue.",
+        lambda gate: gate.queue.tokens,
+    ),
+    (
+        "admitted_tokens",
+        "Estimated tokens of the requests in flight in a pool.",
+        lambda gate: gate.tokens,
+    ),
+    (
+        "admission_limit_tokens",
+        "Limit of octet_admitted_tokens; absent: no limit.",
+        lambda gate: gate.limit,
+    ),
 )
 _MEMBER: tuple[tuple[str, str, Callable[[Member], float | None]], ...] = (
     (
         "up",
-        "Whether it serves: reachable, ready, not refused for its numbers, its breaker not open.",
+        "1 if it serves: reachable, ready, not refused by its proof, its breaker not open.",
         lambda m: m.up,
     ),
     (
         "proof_state",
-        "-1 refused, 0 none is wanted, 1 not proven yet, 2 admitted without figures, 2.5 weakly"
+        "-1 refused, 0 no proof required, 1 not proven yet, 2 admitted without figures, 2.5 weakly"
         " proven, by a bound alone, 3 proven.",
         lambda m: PROOF_STATES["none" if m.proof is None else m.proof.state],
     ),
@@ -53,25 +65,25 @@ _MEMBER: tuple[tuple[str, str, Callable[[Member], float | None]], ...] = (
         "0 closed, 1 half-open, 2 open.",
         lambda m: BREAKER_STATES[m.breaker.state],
     ),
-    ("in_flight", "Requests that this gateway has on it.", lambda m: m.in_flight),
+    ("in_flight", "Requests that this gateway has in flight there.", lambda m: m.in_flight),
     (
         "outstanding_tokens",
-        "Tokens that those may still take, as estimated.",
+        "Estimated tokens that those requests may still take.",
         lambda m: m.outstanding_tokens,
     ),
     (
         "running",
-        "Requests that it runs, from everybody, as it says itself.",
+        "Requests that the backend reports as running, from all of its clients.",
         lambda m: m.report.running if m.report else None,
     ),
     (
         "waiting",
-        "Requests in its own queue, as it says itself.",
+        "Requests that the backend reports as waiting in its queue.",
         lambda m: m.report.waiting if m.report else None,
     ),
     (
         "kv_usage",
-        "Used part of its KV cache, 0 to 1, as it says itself.",
+        "Used part of the KV cache, 0 to 1, as the backend reports it.",
         lambda m: m.report.kv_usage if m.report else None,
     ),
 )
@@ -100,11 +112,13 @@ class GatewayCollector(Collector):
         info.add_metric((__version__,), 1)
         yield info
         pools = GaugeMetricFamily(
-            "octet_pool_ready", "Whether a backend of it works.", labels=("pool", "precision")
+            "octet_pool_ready",
+            "1 if at least one backend of the pool serves.",
+            labels=("pool", "precision"),
         )
         unproven = GaugeMetricFamily(
             "octet_pool_unproven",
-            "Whether a backend of it serves whose numbers were not proven.",
+            "1 if a backend of the pool serves without a proof of its answers.",
             labels=("pool",),
         )
         for pool in gateway.pools.values():
@@ -113,7 +127,7 @@ class GatewayCollector(Collector):
         yield pools
         yield unproven
         yield GaugeMetricFamily(
-            "octet_ready", "Whether new requests are taken and some backend works.", gateway.ready
+            "octet_ready", "1 if new requests are accepted and a backend serves.", gateway.ready
         )
         yield self._tiers()
         yield from self._queues()
@@ -123,7 +137,7 @@ class GatewayCollector(Collector):
     def _tiers(self) -> Metric:
         fits = GaugeMetricFamily(
             "octet_tier_fits",
-            "Whether the pool's measured divergence is within the tier's budget.",
+            "1 if the pool's measured divergence is within the tier's budget.",
             labels=("model", "tier", "pool"),
         )
         for route in self.gateway.routes:
@@ -161,11 +175,11 @@ class GatewayCollector(Collector):
             yield gauge
         transitions = CounterMetricFamily(
             "octet_backend_breaker_transitions",
-            "Changes of its breaker's state.",
+            "Changes of the breaker's state.",
             labels=(*_BACKEND, "from", "to"),
         )
         ejections = CounterMetricFamily(
-            "octet_backend_ejections", "Times its breaker has opened.", labels=_BACKEND
+            "octet_backend_ejections", "Times the breaker has opened.", labels=_BACKEND
         )
         for pool, member in members:
             counts = member.breaker.transitions
@@ -182,16 +196,16 @@ class GatewayCollector(Collector):
         divergence = GaugeMetricFamily(
             "octet_backend_divergence_nats",
             "Mean KL divergence from the reference on golden prompts: measured, with its 95 % "
-            "interval, and the range in which an honest backend's is.",
+            "interval, and the range expected of a conforming backend.",
             labels=(*_BACKEND, "figure"),
         )
         probes = CounterMetricFamily(
             "octet_backend_probes",
-            "Probes by golden prompts, by what came of them.",
+            "Proofs on golden prompts, by outcome.",
             labels=(*_BACKEND, "outcome"),
         )
         tokens = CounterMetricFamily(
-            "octet_backend_probe_tokens", "Tokens that those took.", labels=_BACKEND
+            "octet_backend_probe_tokens", "Tokens that proofs took.", labels=_BACKEND
         )
         for pool, name, proof in proofs:
             for figure, nats in _figures(proof):

@@ -113,7 +113,7 @@ def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
 
 def _models(keys: bool) -> Json:
     statuses = [*((401,) if keys else ()), *_ALWAYS]
-    of_list = _answer("The models that can be asked for", {_JSON: _schema(responses.ModelList)})
+    of_list = _answer("The models that this server offers", {_JSON: _schema(responses.ModelList)})
     of_one = _answer("The model", {_JSON: _schema(responses.Model)})
     return {
         "/v1/models": {
@@ -153,7 +153,7 @@ def _status(config: GatewayConfig) -> Json:
     if config.admin.port is None:
         text = {"text/plain": {"schema": {"type": "string"}}}
         metrics = {"200": _answer("Prometheus metrics", text)}
-        status = {"200": _answer("Everything that is known now", {_JSON: _OBJECT})}
+        status = {"200": _answer("The status of models, pools and backends", {_JSON: _OBJECT})}
         paths["/metrics"] = {"get": _get("metrics", "Metrics", metrics | _errors(_ALWAYS))}
         paths["/status"] = {"get": _get("status", "Pools and queues", status | _errors(_ALWAYS))}
     return paths
@@ -178,7 +178,9 @@ def _admin(config: GatewayConfig) -> Json:
         "/admin/backends": {"get": operation("list_backends", "Every pool's backends")},
         "/admin/pools/{pool}/backends": {"post": add},
         "/admin/pools/{pool}/backends/{name}": {
-            "delete": operation("remove_backend", "Take a backend out of turn", "pool", "name")
+            "delete": operation(
+                "remove_backend", "Remove a backend once its requests have ended", "pool", "name"
+            )
         },
     }
 
@@ -269,7 +271,7 @@ _HEADERS: Json = {
         "schema": {"type": "string"},
     },
     "tier": {
-        "description": "The tier whose budget the answer keeps, where one was asked for",
+        "description": "The requested tier, whose budget the answer keeps",
         "schema": {"type": "string"},
     },
     "precision": {
@@ -285,7 +287,7 @@ _HEADERS: Json = {
         "schema": {"type": "number", "minimum": 0},
     },
     "retry_after": {
-        "description": "When it is worth asking again",
+        "description": "Seconds to wait before a retry",
         "schema": {"type": "integer", "minimum": 1},
     },
 }

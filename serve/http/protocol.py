@@ -350,7 +350,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _PoliteTransport:
-    """What an answer is written to: a connection, with another way to close it."""
+    """The transport that uvicorn writes an answer to; replaces how it is closed."""
 
     __slots__ = ("close", "is_closing", "write")
 

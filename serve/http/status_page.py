@@ -51,15 +51,25 @@ def _title(status: dict[str, Any], problems: list[tuple[str, str]]) -> str:
     if status["draining"]:
         return "Draining: running requests finish, new ones are refused"
     if not status["ready"]:
-        return "Not ready: no backend of some model can serve"
+        return "Not ready: no backend of any model serves"
     if problems:
         return "Ready, with problems"
     return "Ready: every backend serves"
 
 
+def _without_backend(status: dict[str, Any]) -> list[str]:
+    """Returns the models none of whose pools has a backend that serves."""
+    ready = {name for name, pool in status["pools"].items() if pool["ready"]}
+    models = status["models"].items()
+    return [name for name, m in models if not ready.intersection((m["pool"], *m["fallback"]))]
+
+
 def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns (where, what) for everything that an operator should look at."""
-    found = []
+    found = [
+        (f"Model {name}", "none of its pools has a backend that serves: its requests get 503")
+        for name in _without_backend(status)
+    ]
     for name, pool in status["pools"].items():
         if pool["proof"]["unproven"]:
             found.append((f"Pool {name}", "may serve without a proof of its answers"))

@@ -372,6 +372,6 @@ def _require_provable(backend: Backend, probed: Probed) -> None:
 _UNPROVABLE: dict[FailureKind, str] = {
     "tokenizer": "has another tokenizer than the golden records, which use tokenizer.json (the"
     " calibration's warnings say if transformers makes another one of it)",
-    "context": "was started for a context shorter than every golden prompt that was asked",
+    "context": "was started for a context shorter than every golden prompt that was sent",
     "refused": "refuses the golden prompts",
 }

@@ -96,7 +96,9 @@ class ModelTier:
         reasons = ", ".join(f"'{name}' {why}" for name, why in self.reasons().items())
         served = [name for name, tier in self._siblings.items() if tier.order()]
         waits_s = [_retry_after_s(pool) for pool in self._by_cost if is_measured(pool.config)]
-        advice = "try again later" if waits_s else "no waiting helps, as none is to be measured"
+        advice = (
+            "try again later" if waits_s else "waiting does not help, because no pool is measured"
+        )
         if served:
             advice = f"ask for a tier that is served now ({', '.join(served)})"
         return RequestError(

@@ -81,7 +81,7 @@ class Metrics:
         )
         self.uncounted = self._counter(
             "octet_uncounted_streams",
-            "Streams whose backend did not say how many tokens they took: estimated instead.",
+            "Streams whose backend reported no token counts: estimated instead.",
             ("model",),
         )
         self._count_routing()
@@ -109,7 +109,7 @@ class Metrics:
         )
         self.tiers = self._counter(
             "octet_tier_requests",
-            "Requests of a tier, by the pool that was asked last; without one: none fitted.",
+            "Requests of a tier, by the last pool tried; without a pool: none fitted.",
             ("model", "tier", "pool"),
         )
         self.shadows = self._counter(

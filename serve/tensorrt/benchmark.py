@@ -63,24 +63,24 @@ def benchmark(
 
 def table(result: Mapping[str, Any]) -> Table:
     """Makes a table of `benchmark`'s figures: a row per profile and time, in milliseconds."""
-    columns = ("min", "mean", "median", *_PERCENTILES, "max")
+    columns = ("median", "min", "mean", "max", *_PERCENTILES)  # a narrow terminal shows the first
     made = Table(
         title=f"{result['model']}, {result['recipe']}, {result['kv_cache']} cache, on"
-        f" {result['gpu']}: milliseconds"
+        f" {result['gpu']}: milliseconds",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
     )
-    made.add_column("profile")
-    made.add_column("time")
-    for column in columns:
-        made.add_column(column, justify="right")
-    made.add_column("tokens/s", justify="right")
+    made.add_column("profile", overflow="fold")
+    for column in ("time", columns[0], "tokens/s", *columns[1:]):
+        made.add_column(column, justify="left" if column == "time" else "right", no_wrap=True)
     for name, figures in result["profiles"].items():
         shape = figures["shape"]
         label = f"{name} {shape['batch']} x {shape['tokens']}, {shape['cached']} cached"
         for way in _WAYS:
-            times = [f"{1e3 * figures[way][column]:.3f}" for column in columns]
+            median, *others = (f"{1e3 * figures[way][column]:.3f}" for column in columns)
             speed = f"{figures['tokens_per_s']:,.0f}" if way == "latency" else ""
-            made.add_row(label if way == "latency" else "", way, *times, speed)
-        made.add_section()
+            made.add_row(label if way == "latency" else "", way, median, speed, *others)
     return made
 
 

@@ -155,7 +155,7 @@ def budget() -> dict[str, Any]:
             },
             {
                 "promoted": "model.layers.0.self_attn.q_proj",
-                "to": "bf16",
+                "to": "bfloat16",
                 "weight_bytes": 116_384,
                 "kl": 0.004,
                 "perplexity": 10.05,
@@ -164,7 +164,8 @@ def budget() -> dict[str, Any]:
         ],
         "tokens": 16_384,
         "evaluated_on": "held-out samples",
-        "chosen": [{"unit": "model.layers.0.self_attn.q_proj", "to": "bf16"}],
+        "chosen": [{"unit": "model.layers.0.self_attn.q_proj", "to": "bfloat16"}],
+        "units": 8,
     }
 
 

@@ -267,7 +267,7 @@ def test_a_recipe_that_takes_nothing_from_samples_needs_few_and_calls_none_enoug
     shown = stream.getvalue()
     assert "No scale is taken from the samples: inputs are scaled at run time, and the" in shown
     assert "Expected KL from the original, over 64 prompts: " in shown
-    assert f"warning: {count} samples are only 1, repeated" in shown
+    assert f"warning: only 1 of {count} samples are distinct" in shown
     page = (out / "report.html").read_text()
     for text in (shown, page):
         assert "enough:" not in text and "was not simulated" not in text

@@ -70,6 +70,10 @@ def config(**values: Any) -> Change:
     return written("config.json", json.dumps(CONFIG | values))
 
 
+def of_experts(family: str, **values: Any) -> Change:
+    return config(architectures=[f"{family}ForCausalLM"], num_experts_per_tok=2, **values)
+
+
 def written(name: str, content: str | bytes) -> Change:
     data = content.encode() if isinstance(content, str) else content
 
@@ -131,20 +135,11 @@ CHECKPOINTS: dict[str, tuple[Change, str]] = {
         "claims num_hidden_layers 100000000",
     ),
     "10^8 experts": (
-        config(
-            architectures=["MixtralForCausalLM"],
-            num_local_experts=10**8,
-            num_experts_per_tok=2,
-        ),
+        of_experts("Mixtral", num_local_experts=10**8),
         "claims num_hidden_layers 2, num_local_experts 100000000, and",
     ),
     "10^20 experts": (
-        config(
-            architectures=["Qwen3MoeForCausalLM"],
-            num_experts=10**20,
-            num_experts_per_tok=2,
-            moe_intermediate_size=8,
-        ),
+        of_experts("Qwen3Moe", num_experts=10**20, moe_intermediate_size=8),
         "num_experts 100000000000000000000, and",
     ),
     "10^8 layers of an unknown architecture": (

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -66,6 +66,20 @@ def require_line(text: str, where: Path) -> None:
     assert str(where) in text
 
 
+def altered(original: Path, path: Path, change: Change) -> Path:
+    shutil.copytree(original, path)
+    change(path)
+    return path
+
+
+def refuses(read: Callable[[Path], object], path: Path, found: str) -> None:
+    """Asserts that `read` refuses `path` soon, in one line that matches `found`."""
+    with bounded(READING), pytest.raises(OctetError) as caught:
+        read(path)
+    require_line(str(caught.value), path)
+    assert re.search(found, str(caught.value)), caught.value
+
+
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("good") / "model"
@@ -82,13 +96,8 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(
     name: str, good: Path, tmp_path: Path, tiny_samples: Path
 ) -> None:
     change, found = CHECKPOINTS[name]
-    path = Path(shutil.copytree(good, tmp_path / "model"))
-    change(path)
-    with bounded(READING), pytest.raises(OctetError) as caught:
-        Checkpoint.open(path)
-    require_line(str(caught.value), path)
-    assert re.search(found, str(caught.value)), caught.value
-
+    path = altered(good, tmp_path / "model", change)
+    refuses(Checkpoint.open, path, found)
     with bounded(READING):  # a reader of its own, which may take what quantizers write
         try:
             Written.open(path)
@@ -124,8 +133,7 @@ def test_a_hostile_artifact_is_refused_in_one_line(
     name: str, calibration: Path, tmp_path: Path
 ) -> None:
     change, found = ARTIFACTS[name]
-    path = Path(shutil.copytree(calibration, tmp_path / "calibration"))
-    change(path)
+    path = altered(calibration, tmp_path / "calibration", change)
     lines = []
     for read in (read_calibration, load_proofs):  # the second is the gateway's
         with bounded(READING):
@@ -199,12 +207,8 @@ def test_a_hostile_quantization_is_refused_in_one_line(
     name: str, good: Path, tmp_path: Path
 ) -> None:
     change, found = QUANTIZED[name]
-    path = Path(shutil.copytree(good, tmp_path / "model"))
-    change(path)
-    with bounded(READING), pytest.raises(OctetError) as caught:
-        Written.open(path)
-    require_line(str(caught.value), path)
-    assert re.search(found, str(caught.value)), caught.value
+    path = altered(good, tmp_path / "model", change)
+    refuses(Written.open, path, found)
     with bounded(COMMAND):
         ended = octet("verify", path, "--no-tokens")
     assert ended.returncode in (1, 2) and "Traceback" not in ended.stderr + ended.stdout

@@ -91,7 +91,7 @@ def test_a_server_that_dies_is_gone_on_with(samples: Path, tmp_path: Path) -> No
         fake.asked.clear()
         error = refused(*options, "--out", tmp_path / "out")
         assert isinstance(error, BackendError) and "\n" not in str(error)
-        assert f"kept in {tmp_path / 'out'}: the same command goes on" in str(error)
+        assert f"kept in {tmp_path / 'out'}: the same command continues" in str(error)
         fake.answering = as_vllm
         fake.asked.clear()
         done = answered(*options, "--out", tmp_path / "out")
@@ -122,7 +122,7 @@ def test_an_interruption_leaves_what_was_answered(samples: Path, tmp_path: Path)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=600)
         release.set()
-    assert process.returncode == 130 and "the same command goes on from there" in said
+    assert process.returncode == 130 and "the same command continues from there" in said
     (path,) = (tmp_path / "out").iterdir()
     assert path.read_text().count('"sample":') == 3
 

@@ -44,7 +44,7 @@ def test_it_says_what_it_found(tmp_path: Path) -> None:
     assert "model n: n, fallback b" in lines
     assert "pool m, least_tokens: m-1 (vllm http://h:1)" in lines
     assert "warning: pools.spare: no model uses it; it is not started" in lines
-    assert "no API keys: everybody may ask" in lines
+    assert "no API keys: anyone may send requests" in lines
 
 
 def test_every_problem_has_a_line_and_misspelled_keys_come_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from octet.tables import Stacked
 from verify.bench.figures import Bench, Cell, Spread
 from verify.bench.load import FIGURES
 from verify.evaluation.console import render as render_quality
@@ -31,7 +32,7 @@ def render(bench: Bench) -> RenderableType:
         clients, prompt, output = load.split("x")
         plural = "s" if clients != "1" else ""
         head = f"\n{load}: {clients} client{plural}, {prompt} tokens in, {output} out"
-        parts += [Text(head), _table(cells)]
+        parts += [Text(head), Stacked(_table(cells))]
     parts.append(Text(_caption(bench)))
     if bench.comparison is not None:
         parts += [Text(""), render_quality(bench.comparison)]

@@ -46,7 +46,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Quality:
-    """What a quality plot shows: KL in nats, or the perplexity without a reference."""
+    """The values of a quality plot: KL in nats, or the perplexity without a reference."""
 
     name: str
     values: tuple[Interval, ...]

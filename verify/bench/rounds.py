@@ -24,8 +24,9 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. `identities` are facts that each server reports about itself.
+    """The targets, loads and rounds to measure.
 
+    `identities` are facts that each server reports about itself.
     A run sends `requests` for each concurrent client of its load.
     """
 

@@ -77,7 +77,7 @@ def check_cache_scales(
     for tensors in names.cache.values():
         if ("k" in tensors) != ("v" in tensors) and not declared:
             alone = tensors.get("k") or tensors.get("v") or ""
-            found.problem("names", alone, "k and v scales come together: engines copy the one")
+            found.problem("names", alone, "only one of the k and v scales: engines use it for both")
     scales = {
         name: float(written.values(name).reshape(-1)[0])
         for tensors in names.cache.values()
@@ -136,7 +136,7 @@ def _compare(
     if theirs is not None and np.isclose(written, theirs, rtol=_SAME, atol=0):
         why = f": it is the scale for an {other.upper()} cache"
     elif np.isclose(written, wanted * ratio, rtol=1e-3):
-        why = f": it is made for {other.upper()}, whose largest value is another"
+        why = f": it is made for {other.upper()}, which has another largest value"
     elif np.isclose(written, 1 / wanted, rtol=1e-3):
         why = ": it divides, and should multiply"
     found.problem(

@@ -37,7 +37,9 @@ def verify_engine(
         found.problem("files", PLAN_FILE, "is empty")
     status = details.get("status")
     if not isinstance(status, str):
-        found.problem("configuration", "status", "missing: nobody says whether it ever ran")
+        found.problem(
+            "configuration", "status", "missing: it is not known whether the engine ever ran"
+        )
     else:
         found.notes.append(f"status: {status}")
     _check_precision(manifest, found)
@@ -51,7 +53,7 @@ def _check_precision(manifest: Manifest, found: Verification) -> None:
     products = precision.get("products") if isinstance(precision, dict) else None
     if not isinstance(products, dict):
         found.unchecked.append(
-            "precision: its builder reported nothing of what runs in 8 or 4 bits"
+            "precision: the manifest does not list which GEMMs run in 8 or 4 bits"
         )
         return
     for linear in manifest.model.spec.linears():
@@ -59,7 +61,7 @@ def _check_precision(manifest: Manifest, found: Verification) -> None:
         if scheme is None:
             continue
         wanted = "fp4" if scheme[0].format == "e2m1" else "fp8"
-        runs = products.get(linear.name, "a way that is not told")
+        runs = products.get(linear.name, "an unknown precision")
         if runs != wanted:
             found.problem(
                 "configuration",
@@ -72,11 +74,13 @@ def _check_graph(manifest: Manifest, original: Original | None, found: Verificat
     """Checks that the compiled graph is the one that the calibration gives today."""
     hashes = manifest.details.get("graph_sha256")
     if not isinstance(hashes, dict):
-        found.problem("configuration", "graph_sha256", "missing: nobody says what was compiled")
+        found.problem(
+            "configuration", "graph_sha256", "missing: it is not known which graph was compiled"
+        )
         return
     if original is None or original.calibration is None:
         found.unchecked.append(
-            "graph: give the calibration with --calibration, to compare the one that was compiled"
+            "graph: give --calibration, to compare its graph with the one that was compiled"
         )
         return
     then = {key: manifest.software.get(key) for key in ("octet", "onnx")}
@@ -86,8 +90,8 @@ def _check_graph(manifest: Manifest, original: Original | None, found: Verificat
             ", ".join(f"{key} {version}" for key, version in which.items()) for which in (then, now)
         ]
         found.unchecked.append(
-            f"graph: it was built by {versions[0]}, and {versions[1]} may write another;"
-            " verify with the former"
+            f"graph: it was built with {versions[0]}, and {versions[1]} may write another graph;"
+            " verify with the versions that built it"
         )
         return
     from export.onnx.tensorrt_decoder import INLINE_LIMIT_BYTES, build_engine_graph  # loads onnx
@@ -104,7 +108,7 @@ def _check_graph(manifest: Manifest, original: Original | None, found: Verificat
         built = {file.name: sha256_file(file) for file in Path(directory).iterdir()}
     for name in sorted(built.keys() | hashes.keys()):
         if built.get(name) != hashes.get(name):
-            what = "is another than the one that the calibration gives"
+            what = "is not the graph that the calibration gives"
             found.problem("configuration", f"graph_sha256: {name}", what)
 
 

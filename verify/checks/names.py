@@ -105,7 +105,11 @@ def _unquantized(
         ignored = quantization is not None and quantization.ignores(module)
         why = "ignore lists it" if ignored else "no config group matches it"
         stored = f"stored as {dtype}" if dtype in ("U8", "F8_E4M3") else f"has {extra[0]}"
-        found.problem("configuration", module, f"{stored}, and {why}: it would be read as numbers")
+        found.problem(
+            "configuration",
+            module,
+            f"{stored}, and {why}: engines would read its codes as plain weights",
+        )
     return set(extra)
 
 

@@ -54,7 +54,7 @@ def check_graph_cache(
             scale = np.float32(wanted)
             past, present = f"past_key_values.{index}.{kind}", f"present.{index}.{kind}"
             if present not in graph.maker:
-                found.problem("names", present, "missing: no node of the graph makes it")
+                found.problem("names", present, "missing: no node of the graph computes it")
                 continue
             for name, way, value in (
                 (past, "read", _read_as(graph, past, scale)),

@@ -1,14 +1,14 @@
-"""Renders a comparison as a table of 80 columns, with each figure above its interval."""
+"""Renders a comparison as a table, with each figure above its interval."""
 
 import math
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from octet.statistics import Interval
+from octet.tables import Stacked
 from verify.evaluation.comparison import Comparison, Row
 
 __all__ = ["render", "render_tasks"]
@@ -31,12 +31,14 @@ def render(comparison: Comparison) -> RenderableType:
     for row in comparison.rows:
         table.add_row(*_cells(row, comparison, several))
     return Group(
-        table, Text(_caption(comparison)), *render_tasks([row.tasks for row in comparison.rows])
+        Stacked(table),
+        Text(_caption(comparison)),
+        *render_tasks([row.tasks for row in comparison.rows]),
     )
 
 
-def _cells(row: Row, comparison: Comparison, several: bool) -> list[str]:
-    cells = [escape(row.name), _cell(row.perplexity, 1, "")]
+def _cells(row: Row, comparison: Comparison, several: bool) -> list[str | Text]:
+    cells: list[str | Text] = [Text(row.name), _cell(row.perplexity, 1, "")]
     if comparison.reference is not None or several:
         cells.append(_cell(row.change, 100, "+"))
     if comparison.reference is not None:
@@ -97,4 +99,4 @@ def render_tasks(rows: Sequence[Mapping[str, Interval]]) -> list[RenderableType]
         table.add_column(f"artifact {number}", justify="right")
     for name in names:
         table.add_row(name, *(_cell(row.get(name), 1, "") for row in rows))
-    return [table]
+    return [Stacked(table)]

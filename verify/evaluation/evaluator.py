@@ -78,8 +78,8 @@ def _answers(
     try:
         if store.changed is not None:
             note(
-                f"{target.name} has changed since {out} was written ({store.changed}): what it"
-                " answered then is kept there and not used"
+                f"{target.name} has changed since {out} was written ({store.changed}): its"
+                " earlier answers stay there and are not used"
             )
         _say_of_samples(store, sequences, note)
         if not target.lasting:
@@ -107,9 +107,9 @@ def _say_of_samples(store: AnswerStore, sequences: Sequences, note: Callable[[st
     if before is not None:
         kept = sum(store.get(digest) is not None for digest in sequences.digests)
         note(
-            f"{sequences.path} has changed since {store.name} was asked (SHA-256 {before[:8]}...,"
-            f" now {sequences.sha256[:8]}...): of its {len(sequences.ids)} samples, {kept} are as"
-            " they were, and only the others are asked now"
+            f"{sequences.path} has changed since {store.name} answered it (SHA-256"
+            f" {before[:8]}..., now {sequences.sha256[:8]}...): {kept} of {len(sequences.ids)}"
+            " samples are unchanged, and only the others are sent"
         )
 
 
@@ -129,9 +129,9 @@ def _say_of_answers(
         moved = float(np.abs(answer.logprobs - before.logprobs).mean())
         if not moved <= _SAME:
             note(
-                f"{target.name} answers {sequences.origins[index]} otherwise than before, by"
-                f" {moved:.2g} nats a token: if it serves something else now, or computes in"
-                " another way, its answers do not belong together: give another --out"
+                f"{target.name} answers {sequences.origins[index]} differently than before, by"
+                f" {moved:.2g} nats a token: if it serves another model now, or computes in another"
+                " way, do not mix its answers with the earlier ones: give another --out"
             )
 
 

@@ -133,8 +133,8 @@ class AnswerStore:
                 self._answers[fields["sample"]] = _answer(fields, self.k)
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ArtifactError(
-                    f"{path}, line {number}: damaged since it was written; delete the line, and its"
-                    " sample is asked again"
+                    f"{path}, line {number}: damaged since it was written; delete the line, and the"
+                    " sample is sent again"
                 ) from None
         return whole > 0
 

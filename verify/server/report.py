@@ -85,9 +85,7 @@ class ServerReport:
         }
 
 
-_PREFIXES = (
-    "whether its kernels answered: it takes no cache_salt, and its prefix cache may have answered"
-)
+_PREFIXES = "its kernels: it takes no cache_salt, so answers may come from its prefix cache"
 _FIELDS = (
     *("url", "model", "declared", "artifact"),
     *("asked", "answered", "missing", "stopped", "tokens", "seconds"),
@@ -135,16 +133,16 @@ def _facts(found: ServerReport) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=12, no_wrap=True)
     table.add_column(overflow="fold")
-    rows = [("held to be", f"{found.declared} (artifact {found.artifact[:12]})")]
+    rows = [("declared", f"{found.declared} (artifact {found.artifact[:12]})")]
     if found.engine is not None and (said := ", ".join(_said(found.engine))):
-        rows.append(("says", said))
+        rows.append(("reports", said))
     few = "" if found.answered == found.asked else f" ({found.answered} answered)"
     cost = f"{found.tokens:,} tokens in {found.seconds:.1f} s"
-    rows.append(("asked", f"{found.asked} golden prompts{few}, {cost}"))
+    rows.append(("sent", f"{found.asked} golden prompts{few}, {cost}"))
     if found.verdict is not None:
         measure, path = found.verdict.measure, found.verdict.path
         rows.append(
-            ("agreement", f"{measure.agreement:.1%} of greedy tokens, up to the first other")
+            ("agreement", f"{measure.agreement:.1%} of greedy tokens, up to the first difference")
         )
         if measure.perplexity_change is not None:
             change = (
@@ -153,7 +151,7 @@ def _facts(found: ServerReport) -> Table:
             rows.append(("perplexity", change))
         if path is not None:
             rows.append(
-                ("compared with", f"{in_words(path.label)}: the nearest honest way to compute")
+                ("compared with", f"{in_words(path.label)}: the nearest conforming way to compute")
             )
     for name, value in rows:
         table.add_row(f"  {name}", Text(value))
@@ -185,7 +183,7 @@ def _figures(verdict: Verdict) -> Table:
     table.add_row("measured", f"{measure.kl_mean:.3g}", interval, *tail)
     if expected is not None:
         honest = f"{expected.low:.3g} to {expected.high:.3g}"
-        table.add_row("expected of an honest one", f"{expected.mean:.3g}", honest, "", "")
+        table.add_row("expected of a conforming one", f"{expected.mean:.3g}", honest, "", "")
     return table
 
 
@@ -193,16 +191,16 @@ def _ranking(verdict: Verdict, most: int) -> Table:
     """Tabulates the likeliest scenarios, and always the conforming one that z compares with."""
     scores, base = verdict.ranking, None if verdict.path is None else verdict.path.label
     shown = [score for i, score in enumerate(scores) if i < most or score.label == base]
-    title = "what explains the answers"
+    title = "scenarios that explain the answers"
     if len(shown) < len(scores):
         title += f", {len(shown)} of {len(scores)}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    table.add_column("hypothesis", overflow="fold")
+    table.add_column("scenario", overflow="fold")
     table.add_column("log-likelihood", justify="right", no_wrap=True)
     table.add_column("z", justify="right", no_wrap=True)
     for score in shown:
-        hidden = " (decides nothing)" if score.label in verdict.hidden else ""
-        z = "honest" if score.label == base else f"{score.z:+.1f}"
+        hidden = " (too close to tell)" if score.label in verdict.hidden else ""
+        z = "conforming" if score.label == base else f"{score.z:+.1f}"
         table.add_row(Text(in_words(score.label) + hidden), f"{score.log_likelihood:.3f}", z)
     return table
 
@@ -223,7 +221,7 @@ def _unchecked(found: ServerReport, show_all: bool) -> list[str]:
     names = "; ".join(f"({in_words(label)})" for label in hidden)
     if not show_all and len(hidden) > 1:
         names = f"({in_words(hidden[0])}) and {len(hidden) - 1} more (--all)"
-    return [*found.unchecked, f"too near to honesty to decide: {names}"]
+    return [*found.unchecked, f"too close to a conforming server to tell: {names}"]
 
 
 def _verdict(found: ServerReport) -> Text:
@@ -231,13 +229,13 @@ def _verdict(found: ServerReport) -> Text:
     outcome = verdict.outcome if verdict else "inconclusive"
     if found.findings and (verdict is None or outcome in _STYLES):
         count = len(found.findings)
-        said = f"wrong: {count} finding{'s' if count > 1 else ''} beside the numbers"
+        said = f"wrong: {count} finding{'s' if count > 1 else ''} besides the log-probabilities"
         return Text(said + ("" if verdict is None else f"; {verdict.reason}"), style="red")
     if verdict is None:
-        return Text("its numbers could not be checked", style="yellow")
+        return Text("its log-probabilities could not be checked", style="yellow")
     if found.missing and outcome in _STYLES:
         said = f"inconclusive: {found.missing} golden prompts were not answered"
-        said += "; it stopped answering: ask again once it is back" if found.stopped else ""
+        said += "; it stopped answering: run this again once it is back" if found.stopped else ""
         return Text(said, style="yellow")
     if verdict.weak:
         return Text(verdict.reason, style="yellow")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["verify_url"]
 
 _NO_LOGPROBS = (
-    "its numbers: it returns no log-probabilities (vLLM: start it with --max-logprobs 20)"
+    "its answers: it returns no log-probabilities (vLLM: start it with --max-logprobs 20)"
 )
 
 
@@ -112,7 +112,7 @@ async def _ask(
         if not records:
             break
         if console is not None:
-            console.print(f"asking {len(records)} golden prompts ...", style="dim")
+            console.print(f"sending {len(records)} golden prompts ...", style="dim")
         probed = await exam.probe(
             backend, records, concurrency=query.concurrency, timeout_s=query.timeout_s
         )

@@ -46,7 +46,7 @@ def test_experts_are_refused_before_anything_is_loaded(
     monkeypatch.setattr("calibrate.algorithms.modelopt.load_model", None)
     spec = checkpoint.spec.model_copy(update={"experts": 4, "sparse_layers": (0, 1)})
     mixture = Checkpoint(checkpoint.path, checkpoint.config, spec, checkpoint.shards)
-    with pytest.raises(UnsupportedError, match="not brought in for experts"):
+    with pytest.raises(UnsupportedError, match="do not support experts"):
         apply_algorithm(mixture, "gptq", PRESETS["fp8"], [batch], dtype="float32")
 
 

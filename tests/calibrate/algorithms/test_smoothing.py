@@ -157,5 +157,5 @@ def test_what_no_factor_can_be_folded_into_is_refused(
     change: dict[str, Any], reason: str, checkpoint: Checkpoint
 ) -> None:
     spec = checkpoint.spec.model_copy(update=change)
-    with pytest.raises(UnsupportedError, match=f"not brought in for {reason}; calibrate without"):
+    with pytest.raises(UnsupportedError, match=f"do not support {reason}; calibrate without"):
         list(sites(spec))

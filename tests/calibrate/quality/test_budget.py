@@ -128,7 +128,7 @@ def test_each_step_costs_bytes_and_the_last_resort_is_the_original(bench: Bench)
     assert bench.reference.compare().kl == 0
     data = found.as_json()
     assert data["curve"][0]["promoted"] is None
-    assert data["limit"] == 1e-6 and data["metric"] == "kl"
+    assert data["limit"] == 1e-6 and data["metric"] == "kl" and data["units"] == 8
 
 
 def test_a_cache_over_the_budget_is_refused_with_what_would_do(bench: Bench) -> None:

@@ -176,6 +176,27 @@ def test_a_budget_that_is_not_met_is_warned_about(reached: float, advice: str) -
     assert advice in todo
 
 
+@pytest.mark.parametrize(
+    ("formats", "said", "advice"),
+    [
+        ("bbb", "all 3 groups of layers to bfloat16: no weight is quantized", "serve the original"),
+        ("fbf", "all 3 groups of layers, 2 to fp8 and 1 to bfloat16: none keeps", "recipe fp8"),
+    ],
+)
+def test_a_budget_that_left_nothing_in_the_recipes_format_is_warned_about(
+    formats: str, said: str, advice: str
+) -> None:
+    names = {"b": "bfloat16", "f": "fp8"}
+    chosen = [{"unit": f"unit {i}", "to": names[to]} for i, to in enumerate(formats)]
+    report = make_report("nvfp4", budget=budget() | {"chosen": chosen, "units": 3})
+    (warning,) = report.warnings
+    (todo,) = [line for line in report.summary.todo if "budget" in line]
+    assert said in warning and advice in todo
+    assert "the budget promoted every layer, 1 warning to read" in report.summary.title
+    report = make_report("nvfp4", budget=budget() | {"chosen": chosen, "units": 4})
+    assert report.warnings == () and "promoted every" not in report.summary.title
+
+
 def test_what_was_measured_is_known() -> None:
     report = make_report("fp8", sensitivity=sensitivity())
     assert report.tensors[INPUT].sqnr_db == 30.0

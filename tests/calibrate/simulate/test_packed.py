@@ -125,7 +125,7 @@ def test_a_record_alone_needs_no_attention_of_its_own(
     monkeypatch.setattr(module, "replace_attention", lambda *_: nullcontext())
     for key, rows in finished(model, made(golden, 0, 0)).items():
         torch.testing.assert_close(rows, expected[key], atol=1e-4, rtol=1e-4)
-    said = r"lets nobody replace the attention of \w+, so .* or give --no-predict"
+    said = r"does not let the attention of \w+ be replaced, so .* or give --no-predict"
     with pytest.raises(UnsupportedError, match=said):
         finished(model, made(golden))
 

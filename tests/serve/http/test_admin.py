@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from serve.gateway.status import status as status_of
+from serve.http.status_page import render
 from serve.run import bind
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import Served, configured, serving_gateway
@@ -289,5 +291,18 @@ async def test_the_page_says_which_backend_is_down(
         if "Not ready" in page:
             break
         await asyncio.sleep(0.05)
-    assert "Not ready" in page and "p / p-1" in page
+    assert "Not ready: no backend of any model" in page and "p / p-1" in page
     assert "_" not in page.partition("</style>")[2]  # no name of the JSON is shown
+
+
+async def test_the_page_names_a_model_that_nothing_serves(
+    served: Served, upstreams: list[FakeOpenAI]
+) -> None:
+    found = status_of(served.gateway)
+    dark = found["pools"]["p"] | {"ready": False}
+    found["pools"]["dark"] = dark
+    found["models"]["lost"] = found["models"]["m"] | {"pool": "dark"}
+    found["models"]["kept"] = found["models"]["lost"] | {"fallback": ["p"]}
+    page = render(found)
+    assert "Ready, with problems" in page and "<dt>Model lost</dt>" in page
+    assert "Model kept" not in page and "Model m" not in page

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from octet.tables import fitted
 from serve.tensorrt.benchmark import benchmark, table
 from tests.serve.fake_gpu import FakeGpu
 
@@ -60,3 +61,13 @@ def test_it_is_json_and_a_table(result: dict[str, Any]) -> None:
     assert f"{1e3 * result['profiles']['decode']['latency']['p99']:.3f}" in decode
     assert f"{result['profiles']['decode']['tokens_per_s']:,.0f}" in decode
     assert sum("gpu_compute" in line for line in lines) == 2
+
+
+def test_a_narrow_terminal_shows_the_median(result: dict[str, Any]) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    console.print(fitted(table(result), console))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40 and "…" not in out.getvalue()
+    (compute, _) = [line for line in lines if "gpu_compute" in line]
+    assert f"{1e3 * result['profiles']['prefill']['gpu_compute']['median']:.3f}" in compute

@@ -60,13 +60,14 @@ def test_without_samples_there_is_no_quality_to_show(tmp_path: Path) -> None:
     assert 'id="quality"' not in text and "Quality was not measured" in text
 
 
-def test_the_table_fits_a_terminal() -> None:
-    console = Console(width=80, markup=False, highlight=False)
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_table_fits_a_terminal(width: int) -> None:
+    console = Console(width=width, markup=False, highlight=False)
     with console.capture() as shown:
         console.print(render(bench(quality=True)))
     text = shown.get()
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert "target 2: http://b:2/</script><b>x (KV cache: 4,096 tokens)" in text
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "target 2: http://b:2/</script><b>x (KV cache: 4,096 tokens)" in " ".join(text.split())
     assert "1.25..1.75" in text and "to target 1" in text and "8.00" in text
     assert text.count("one sample") == 1 and "warning: short" in text
 

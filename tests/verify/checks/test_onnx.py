@@ -177,7 +177,7 @@ def an_input_scale_of_twice_the_size(model: onnx.ModelProto) -> None:
     change(model, f"{LAYER}.mlp.down_proj.input_scale", "f4", lambda scale: 2 * scale)
 
 
-@fault("fp8", "present.1.key", "missing: no node of the graph makes it")
+@fault("fp8", "present.1.key", "missing: no node of the graph computes it")
 def a_cache_of_another_name(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         for names in (node.input, node.output):

@@ -150,7 +150,7 @@ def test_what_has_changed_is_named(samples: Path, tmp_path: Path) -> None:
     edited = Table("far", 0.4, identity="2")
     run(read(samples), edited, out=tmp_path, notes=notes)
     assert len(edited.asked) == 1
-    assert all("samples.jsonl has changed" in n and "24 samples, 23 are" in n for n in notes)
+    assert all("samples.jsonl has changed" in n and "23 of 24 samples are" in n for n in notes)
     assert {"far" in note or "reference" in note for note in notes} == {True}
 
 
@@ -223,11 +223,14 @@ def test_samples_that_cannot_be_scored_are_one_clear_error(
     assert "\n" not in str(caught.value)
 
 
-def test_the_table_fits_80_columns(samples: Path) -> None:
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_table_fits_the_terminal(samples: Path, width: int) -> None:
     result = run(read(samples), Table("/models/a-rather-long-name-onnx", 0.1), Table("b", 0.5))
-    console = Console(width=80, record=True, file=io.StringIO())
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(render(result))
     text = console.export_text()
     kl = result.rows[1].kl
     assert kl is not None and f"{1000 * kl.mean:.1f}" in text
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    kl = result.rows[1].kl_from_first
+    assert kl is not None and f"{1000 * kl.mean:+.1f}" in text
+    assert max(map(len, text.splitlines())) <= width and "…" not in text

@@ -94,7 +94,7 @@ def test_what_was_damaged_is_asked_again_once_its_line_is_deleted(path: Path) ->
     lines = path.read_bytes().splitlines(keepends=True)
     lines[3] = lines[3].replace(b"A", b"B")
     path.write_bytes(b"".join(lines))
-    with pytest.raises(ArtifactError, match=r"line 4: damaged .* delete the line, and its sample"):
+    with pytest.raises(ArtifactError, match=r"line 4: damaged .* delete the line, and the sample"):
         opened(path.parent)
     del lines[3]
     path.write_bytes(b"".join(lines))

@@ -37,12 +37,12 @@ def assert_readable(out: str) -> None:
 def test_an_honest_server_is_right(verify: Verify, proofs: Path) -> None:
     with serving(served(HONEST, server=vllm())) as server:
         code, out, err = verify(server.url, "--golden", proofs)
-        assert (code, err.count("asking")) == (0, 1)
+        assert (code, err.count("sending")) == (0, 1)
         assert_readable(out)
         told = words(out)
         assert "model fake on vLLM 0.32.0" in told and "cache fp8_e5m2" in told
-        assert "held to be fp8 weights, e5m2 cache (artifact" in told
-        assert "asked 24 golden prompts" in told and "right: as expected:" in told
+        assert "declared fp8 weights, e5m2 cache (artifact" in told
+        assert "sent 24 golden prompts" in told and "right: as expected:" in told
         assert "of 256 token ids (" in told and " of 512 positions" in told
         passing = "faults that were not simulated pass if they change perplexity by less than"
         assert f"note: {passing} about 2 % after 24 prompts and 1.2 % after 64" in told
@@ -59,9 +59,9 @@ def test_a_corrupt_server_is_wrong_and_the_cause_is_named(verify: Verify, proofs
         code, out, _ = verify(server.url, "--golden", proofs, "--all")
     told = words(out)
     assert code == 1 and "wrong: worse than expected" in told
-    assert "match weights without their k_scale" in told and "asked 64 golden prompts" in told
+    assert "match weights without their k_scale" in told and "sent 64 golden prompts" in told
     assert_readable(out)
-    assert "nearest honest way to compute" in told and told.count(" honest ") >= 2
+    assert "nearest conforming way to compute" in told and told.count(" conforming ") >= 2
     (wrong,) = (line for line in out.splitlines() if line.startswith("wrong:"))
     assert "match weights without their k_scale: " in wrong  # in a pipe, for grep
 
@@ -79,9 +79,9 @@ def test_what_the_engine_says_is_enough_to_be_wrong(verify: Verify, proofs: Path
         code, out, _ = verify(server.url, "--golden", proofs)
         assert code == 1
         assert "wrong: E4M3 cache (cache_dtype=fp8_e4m3) where E5M2 was declared" in words(out)
-        assert "wrong: 1 finding beside the numbers; as expected" in words(out)
+        assert "wrong: 1 finding besides the log-probabilities; as expected" in words(out)
         code, out, _ = verify(server.url, "--golden", proofs, "--kv-cache", "e4m3")
-        assert "held to be fp8 weights, e4m3 cache" in words(out) and "E4M3 cache (" not in out
+        assert "declared fp8 weights, e4m3 cache" in words(out) and "E4M3 cache (" not in out
         assert "note: the artifact's scales of keys and values are for an e5m2 cache" in out
         code, out, _ = verify(server.url, "--golden", proofs, "--engine", "onnxruntime")
         assert code == 1 and "wrong: vLLM 0.32.0 where onnxruntime was declared" in out
@@ -131,8 +131,8 @@ def test_a_server_without_log_probabilities_cannot_be_checked(verify: Verify, pr
     with serving(served(HONEST, server=server)):
         code, out, _ = verify(server.url, "--golden", proofs)
     told = words(out)
-    assert code == 2 and told.endswith("its numbers could not be checked")
-    assert "not checked: its numbers: it returns no log-probabilities" in told
+    assert code == 2 and told.endswith("its log-probabilities could not be checked")
+    assert "not checked: its answers: it returns no log-probabilities" in told
     assert "% of its greedy tokens are the reference's" in told
 
 

@@ -44,8 +44,8 @@ def test_who_does_not_answer_everything_is_not_right(verify: Verify, proofs: Pat
     """What it fails at may be what would have shown that it is wrong."""
     with serving(served(HONEST, server=Failing(recovers=False))) as server:
         code, out, err = verify(server.url, "--golden", proofs)
-    assert (code, err.count("asking")) == (2, 1)
-    assert "asked 24 golden prompts (4 answered)" in words(out)
+    assert (code, err.count("sending")) == (2, 1)
+    assert "sent 24 golden prompts (4 answered)" in words(out)
     last = out.splitlines()[-1]
     assert last.startswith("inconclusive: 20 golden prompts were not answered; it stopped")
 

@@ -52,7 +52,7 @@ def _of_echo(choice: Mapping[str, Any], ids: Sequence[int], k: int) -> Answer:
     if len(names) < len(ids) or not tops:
         raise NotReturned("ignored")
     if not names[0].startswith("token_id:"):
-        raise NotReturned("names tokens by their text, which may be that of several")
+        raise NotReturned("names tokens by their text, which several tokens may share")
     if tuple(map(_id_of, names[: len(ids)])) != tuple(ids):
         raise AnotherTokenizer("it read other tokens than it was sent")
     positions = [
@@ -78,9 +78,9 @@ def _answer(positions: Sequence[Mapping[int, float]], ids: Sequence[int], k: int
     """
     fewest = min(map(len, positions))
     if fewest < k:
-        raise NotReturned(f"{fewest} tokens at a position, where {k} were asked for")
+        raise NotReturned(f"{fewest} log-probabilities at a position, and {k} were requested")
     if any(token not in position for token, position in zip(ids[1:], positions, strict=True)):
-        raise AnotherTokenizer("it does not name the tokens that it was sent")
+        raise AnotherTokenizer("it returns no log-probabilities of the tokens that it was sent")
     tops = [sorted(position.items(), key=lambda item: -item[1])[:k] for position in positions]
     chosen = [position[token] for token, position in zip(ids[1:], positions, strict=True)]
     return Answer(

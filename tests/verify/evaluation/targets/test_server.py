@@ -77,8 +77,12 @@ def few(listed: list[Any]) -> list[Any]:
     ("answering", "error", "message"),
     [
         (altered(without_the_last), ConfigError, "read 3 tokens where 4 were sent.*tokenizer"),
-        (altered(of_other_tokens), ConfigError, "does not name the tokens.*vocabulary"),
-        (altered(few), UnsupportedError, "2 tokens at a position, where 5 were asked"),
+        (
+            altered(of_other_tokens),
+            ConfigError,
+            "returns no log-probabilities of the tokens that .*vocabulary",
+        ),
+        (altered(few), UnsupportedError, "2 log-probabilities at a position, and 5 were requested"),
         (altered(lambda listed: None), UnsupportedError, "prompt_logprobs: ignored; echo"),
         (altered(lambda listed: [1] * len(listed)), BackendError, "not that of a completion"),
         (lambda body: (200, {}), BackendError, "not that of a completion"),
@@ -98,7 +102,8 @@ def test_a_server_that_cannot_be_measured_is_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    ("change", "what"), [(few, "2 tokens at a position"), (lambda listed: None, "ignored")]
+    ("change", "what"),
+    [(few, "2 log-probabilities at a position"), (lambda listed: None, "ignored")],
 )
 def test_a_server_that_leaves_something_out_later_is_one_clear_line(change: Any, what: str) -> None:
     def answering(body: dict[str, Any]) -> tuple[int, Any]:

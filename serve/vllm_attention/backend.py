@@ -92,9 +92,10 @@ class E5m2Impl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is not instal
             or attn_metadata.max_query_len != 1
             or attn_metadata.seq_lens.shape[0] > self._own.most
         ):
-            return super().forward(
+            super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *arguments, **named
             )
+            return output
         count = attn_metadata.seq_lens.shape[0]
         keys, values = kv_cache.view(torch.uint8).unbind(1)
         attend(

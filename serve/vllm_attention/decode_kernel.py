@@ -7,6 +7,9 @@ the keys' to the scores, which a tiny one would underflow in FP16 before, and th
 output. Queries are divided by a power of two, because FP16 ends at 65,504 and BF16 does not.
 """
 
+# Triton compiles these functions from their source; its arguments have no Python types.
+# mypy: allow-untyped-defs, allow-untyped-decorators
+
 import torch
 import triton
 import triton.language as tl
@@ -128,7 +131,7 @@ def is_supported(head_size: int) -> bool:
 
 def splits_of(batch: int, groups: int) -> int:
     """Returns how many programs share a request and KV head: a power of two."""
-    wanted = triton.next_power_of_2(max(1, _PROGRAMS // (batch * groups)))
+    wanted: int = triton.next_power_of_2(max(1, _PROGRAMS // (batch * groups)))
     return min(wanted, _MOST_SPLITS)
 
 

@@ -21,7 +21,7 @@ fixed order are all monotonic there.
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.counting_cpu import compiled, inlined
+from calibrate.observe.compiled import compiled, inlined
 
 __all__ = ["best_scales", "tile_errors"]
 

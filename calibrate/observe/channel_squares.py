@@ -21,7 +21,7 @@ from calibrate.observe.compiled import compiled
 
 __all__ = ["ChannelSquares", "SumOfSquares"]
 
-_BLOCK = 1 << 16  # elements that a CPU squares at a time, which stay in its cache
+_ROWS = 64  # that a CPU adds in float32
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,40 @@ def _on_gpu(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _on_cpu(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    x = x.float() if x.dtype == torch.float16 else x
     sums = np.zeros(x.shape[-1])
     for row, length in zip(x, lengths, strict=True):
-        for part in torch.split(row[:length], max(1, _BLOCK // len(sums))):
-            _add_squares(part.contiguous().float().numpy(), sums)
+        real = row[:length].contiguous()
+        if x.dtype == torch.bfloat16:
+            _add_bf16(real.view(torch.int16).numpy().view(np.uint16), sums)
+        else:
+            _add_float32(real.numpy(), sums)
     return torch.from_numpy(sums.astype(np.float32))
 
 
+# Both add the squares of each column of `x` [n, K] to `sums` [K], through float32 sums of few rows.
+
+
 @compiled
-def _add_squares(x: NDArray[np.float32], sums: NDArray[np.float64]) -> None:
-    """Adds the squares of each column of `x` [n, K] to `sums` [K]."""
-    block = np.zeros(sums.size, np.float32)
-    for row in x:
+def _add_bf16(x: NDArray[np.uint16], sums: NDArray[np.float64]) -> None:
+    few = np.zeros(sums.size, np.float32)
+    for start in range(0, len(x), _ROWS):
+        few[:] = 0
+        for row in x[start : start + _ROWS]:
+            for k in range(sums.size):
+                value = np.uint32(np.uint32(row[k]) << np.uint32(16)).view(np.float32)
+                few[k] += value * value
         for k in range(sums.size):
-            block[k] += row[k] * row[k]
-    for k in range(sums.size):
-        sums[k] += block[k]
+            sums[k] += few[k]
+
+
+@compiled
+def _add_float32(x: NDArray[np.float32], sums: NDArray[np.float64]) -> None:
+    few = np.zeros(sums.size, np.float32)
+    for start in range(0, len(x), _ROWS):
+        few[:] = 0
+        for row in x[start : start + _ROWS]:
+            for k in range(sums.size):
+                few[k] += row[k] * row[k]
+        for k in range(sums.size):
+            sums[k] += few[k]

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from calibrate.observe.compiled import compiled
+
 __all__ = ["ChannelSquares", "SumOfSquares"]
 
-_BLOCK = 1 << 16  # elements that a CPU squares at a time, which stay in its cache
+_ROWS = 64  # that a CPU adds in float32
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,10 @@ class ChannelSquares:
 
         The work may still be running on a GPU when this returns.
         """
-        tokens = len(x) if lengths is None else sum(lengths)
-        if lengths is not None:
-            x = _without_padding(x, lengths).reshape(-1, x.shape[-1])
-        self._parts.setdefault(slot, []).append(_on_gpu(x) if x.is_cuda else _on_cpu(x))
-        self._tokens[slot] = self._tokens.get(slot, 0) + tokens
+        if lengths is None:
+            x, lengths = x[None], [len(x)]
+        self._parts.setdefault(slot, []).append((_on_gpu if x.is_cuda else _on_cpu)(x, lengths))
+        self._tokens[slot] = self._tokens.get(slot, 0) + sum(lengths)
 
     def sums(self) -> dict[int, SumOfSquares]:
         """Returns the sums of every slot that was added to, on the host."""
@@ -66,24 +67,52 @@ class ChannelSquares:
         self._tokens.clear()
 
 
-def _without_padding(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Returns `x` with zeros as padding."""
-    if min(lengths) == x.shape[1]:
-        return x
-    x = x.clone()
-    for row, length in zip(x, lengths, strict=True):
-        row[length:] = 0
-    return x
-
-
-def _on_gpu(rows: torch.Tensor) -> torch.Tensor:
+def _on_gpu(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Sums squares in one kernel: torch's norm converts 16-bit values as it reads them."""
+    if min(lengths) < x.shape[1]:
+        x = x.clone()
+        for row, length in zip(x, lengths, strict=True):
+            row[length:] = 0
+    rows = x.reshape(-1, x.shape[-1])
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32)
     return norms.square_()
 
 
-def _on_cpu(rows: torch.Tensor) -> torch.Tensor:
-    total = rows.new_zeros(rows.shape[1], dtype=torch.float64)
-    for part in torch.split(rows, max(1, _BLOCK // rows.shape[1])):
-        total += part.float().square().sum(0)
-    return total.float()
+def _on_cpu(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    x = x.float() if x.dtype == torch.float16 else x
+    sums = np.zeros(x.shape[-1])
+    for row, length in zip(x, lengths, strict=True):
+        real = row[:length].contiguous()
+        if x.dtype == torch.bfloat16:
+            _add_bf16(real.view(torch.int16).numpy().view(np.uint16), sums)
+        else:
+            _add_float32(real.numpy(), sums)
+    return torch.from_numpy(sums.astype(np.float32))
+
+
+# Both add the squares of each column of `x` [n, K] to `sums` [K], through float32 sums of few rows.
+
+
+@compiled
+def _add_bf16(x: NDArray[np.uint16], sums: NDArray[np.float64]) -> None:
+    few = np.zeros(sums.size, np.float32)
+    for start in range(0, len(x), _ROWS):
+        few[:] = 0
+        for row in x[start : start + _ROWS]:
+            for k in range(sums.size):
+                value = np.uint32(np.uint32(row[k]) << np.uint32(16)).view(np.float32)
+                few[k] += value * value
+        for k in range(sums.size):
+            sums[k] += few[k]
+
+
+@compiled
+def _add_float32(x: NDArray[np.float32], sums: NDArray[np.float64]) -> None:
+    few = np.zeros(sums.size, np.float32)
+    for start in range(0, len(x), _ROWS):
+        few[:] = 0
+        for row in x[start : start + _ROWS]:
+            for k in range(sums.size):
+                few[k] += row[k] * row[k]
+        for k in range(sums.size):
+            sums[k] += few[k]

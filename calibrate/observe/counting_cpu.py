@@ -9,44 +9,23 @@ Several techniques make it fast. Each bin has four counters side by side, so tha
 call. Float32 is rounded in blocks that stay in the L1 cache. Each thread has its own counters and
 runs with the interpreter lock released. The tensor's own memory is read, and padding is skipped by
 reading runs of whole rows.
-
-numba compiles the loops that numpy has no function for.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from calibrate.observe.channel_squares import ChannelSquares, SumOfSquares
+from calibrate.observe.compiled import compiled
 from octet.artifacts.calibration import BINS
 
-__all__ = ["Counter", "CpuCounter", "compiled", "inlined", "make_counter"]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def compiled(function: F) -> F:
-    """Compiles `function` to machine code, cached on disk if a directory can be written.
-
-    It runs without the interpreter's lock, so that threads may share a tensor's rows.
-    """
-    try:
-        return cast(F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # numba finds neither our folder nor the user's cache writable
-        return cast(F, numba.njit(nogil=True)(function))
-
-
-def inlined(function: F) -> F:
-    """Prepares `function` for use in `compiled` ones, as if it were written where it is called."""
-    return cast(F, numba.njit(inline="always")(function))
-
+__all__ = ["Counter", "CpuCounter", "make_counter"]
 
 _LANES = 4
 _BLOCK = 2048  # float32 rounded at a time: 4 KB of codes

@@ -8,7 +8,8 @@ results depend neither on threads nor on the CPU.
 `best_scales` returns the result of an exhaustive search, but skips candidates that cannot win. With
 e the least error so far, a candidate c and all beyond it lose if
 
-- going down, the elements that saturate cost e: (x - max·c)² of each grows as c falls;
+- going down, the elements that saturate cost e: (x - max·c)² of each grows as c falls. With equal
+  weights, the largest magnitude alone is a bound that takes less time than it saves;
 - going up, the elements that become zero cost e: an element that is zero at c is zero at any larger
   scale, and its error is its square;
 - going up among powers of two, c is not the first that saturates nothing: every value of 2c's grid
@@ -21,7 +22,7 @@ fixed order are all monotonic there.
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.counting_cpu import compiled, inlined
+from calibrate.observe.compiled import compiled, inlined
 
 __all__ = ["best_scales", "tile_errors"]
 
@@ -158,6 +159,7 @@ def best_scales(
     squares = np.empty(2 * _BLOCK)
     largest = np.float32(6) if e2m1 else np.float32(448)
     last = candidates.size - 1
+    equal = importance.min() == importance.max()
     for n in range(x.shape[0]):
         errors[n] = 0.0
         for t in range(best.shape[1]):
@@ -186,7 +188,11 @@ def best_scales(
                     break
             for c in range(first - 1, -1, -1):
                 limit = largest * candidates[c]
-                if _saturated(magnitudes, weights, limit, squares) >= least:
+                beyond = np.float64(amax) - np.float64(limit)
+                cost = beyond * beyond * weights[0]
+                if not equal:
+                    cost = _saturated(magnitudes, weights, limit, squares)
+                if cost >= least:
                     break
                 error = _errors(magnitudes, weights, candidates[c], e2m1, squares)[0]
                 if error < least:

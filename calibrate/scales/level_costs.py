@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.observe.counting_cpu import compiled
+from calibrate.observe.compiled import compiled
 from octet.numerics.formats import Float32Array, Format, grid
 
 __all__ = ["LevelCosts"]

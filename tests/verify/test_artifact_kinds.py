@@ -111,7 +111,7 @@ def test_what_of_an_engine_could_not_be_checked_is_said(
     calibration = calibrations["fp8-static"]
     silent = described_engine(tmp_path / "a", calibration, precision=None)
     assert verify(silent, calibration=calibration).unchecked == [
-        "precision: its builder reported nothing of what runs in 8 or 4 bits"
+        "precision: the manifest does not list which GEMMs run in 8 or 4 bits"
     ]
     sound = described_engine(tmp_path / "b", calibration)
     assert verify(sound).unchecked == [

@@ -35,8 +35,8 @@ def new(
     """Make a key: it is printed once, with the entry for the configuration."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"'{name}' is no name of a key: letters, digits and . _ : / @ + -, at most 200, and a "
-            "letter or a digit first"
+            f"'{name}' is not a valid name of a key: use letters, digits and . _ : / @ + -, at most"
+            " 200, with a letter or a digit first"
         )
     key = f"octet-{secrets.token_urlsafe(KEY_BYTES)}"
     digest = _sha256(key.encode())

@@ -84,7 +84,7 @@ def wrote(out: Path, manifest: Any, as_json: bool, **more: Any) -> None:
         if expected is None and details.get("quantized", True):
             warn.print(
                 "warning: the calibration predicts no divergence (an architecture that Octet does"
-                " not know, or --no-predict): nothing holds this export to a number"
+                " not know, or --no-predict), so nothing checks the divergence of this export"
             )
     console.print(Text.assemble("wrote ", (str(out), "bold")), end="")
     console.print(f" ({manifest.kind}, {manifest.recipe.name})", markup=False, highlight=False)

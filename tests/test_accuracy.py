@@ -1,4 +1,4 @@
-"""What quantization may cost the example, on part of what `benchmarks/accuracy.py` measures."""
+"""Tests what quantization may cost the example, by a part of `benchmarks/accuracy.py`."""
 
 from pathlib import Path
 

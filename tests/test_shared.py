@@ -1,4 +1,4 @@
-"""What tests share: made once, by whoever asks first, and never taken for another version's."""
+"""Tests the fixtures that tests share: made once, and never those of another version."""
 
 import os
 import time

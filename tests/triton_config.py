@@ -1,4 +1,4 @@
-"""Where a Triton is, for tests: gRPC's threads go by the machine's clock, whatever holds it up."""
+"""Configures a Triton for tests, with a long timeout: gRPC's threads use the machine's clock."""
 
 from typing import Any
 

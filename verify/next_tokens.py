@@ -115,7 +115,10 @@ def _of_checkpoint(
         accepted = f"{found.divergence.low:.3g} to {found.divergence.high:.3g}"
         what = f"KL {measured.mean:.3g} nats, outside {accepted} ({found.divergence.source})"
         if not isinstance(wanted, Expectation):
-            what += ": broken, or of a model that this costs more; `octet rescale` predicts what"
+            what += (
+                ": the export is broken, or the recipe costs this model more (`octet rescale`"
+                " predicts how much)"
+            )
         found.problem("divergence", "next tokens", what)
 
 

@@ -75,7 +75,8 @@ class Judged:
         if self.caveat is None:
             return said
         return (
-            f"{said}; {self.caveat}, so that the bound is none of 95 %: give more with --held-out"
+            f"{said}; {self.caveat}, so the bound does not have 95 % confidence: give more text"
+            " with --held-out"
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -7,10 +7,11 @@ function startConvergence() {
   const names = Object.keys(found.tensors), counts = found.counts;
   if (found.before === null) return note("convergence-grid", "", "There are too few points to compare.");
   const stored = names.filter((name) => found.tensors[name].scale);
+  const known = stored.filter((name) => found.tensors[name].sqnr_db);
+  const where = known.length < stored.length ? ", where the error is known" : "";
   const sets = [
     ["converged-scale", "Scale, relative to that of all samples", stored, (t) => t.scale, "ratio"],
-    ["converged-sqnr", "What stopping there would have cost", stored.filter((name) => found.tensors[name].sqnr_db),
-      (t) => t.sqnr_db, "loss"],
+    ["converged-sqnr", `What stopping there would have cost${where}`, known, (t) => t.sqnr_db, "loss"],
     ["converged-absmax", "Largest magnitude where no scale is stored", names.filter((name) => !found.tensors[name].scale),
       (t) => t.absmax, "ratio"],
   ];

@@ -74,11 +74,13 @@ def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
         if pool["proof"]["unproven"]:
             found.append((f"Pool {name}", "may serve without a proof of its answers"))
         for one in pool["backends"]:
-            proof = one["proof"]
+            # What a proof found is no reason why a backend is unreachable or ejected.
+            proof = one["proof"] if one["standing"] in ("refused", "unproven") else {}
             where = f"{name} / {one['name']}"
             if not one["up"]:
                 since = "" if one["out_for_s"] is None else f" for {_duration(one['out_for_s'])}"
-                cause = proof.get("cause") or proof.get("reason") or "see the log"
+                cause = proof.get("cause") or proof.get("reason")
+                cause = cause or one.get("last_error") or "see the log"
                 remedy = f"; {proof['remedy']}" if proof.get("remedy") else ""
                 found.append((where, f"{_standing(one['standing'])}{since}: {cause}{remedy}"))
             elif proof["state"] == "weakly_proven" or proof.get("left_out"):

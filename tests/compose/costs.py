@@ -1,4 +1,4 @@
-"""What a fault cost those who sent requests meanwhile, as a row of a table."""
+"""Measures what a fault costs the requests that are sent meanwhile, as a row of a table."""
 
 from dataclasses import dataclass
 

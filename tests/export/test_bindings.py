@@ -1,4 +1,4 @@
-"""What Octet uses of TensorRT and of CUDA exists in every release that it is for.
+"""Tests that every supported release of TensorRT and CUDA has what Octet uses of it.
 
 What is used is collected from the source (tests/export/bindings/usage.py), what exists was read
 from the releases' own bindings (tests/export/bindings/extract.py). Where a TensorRT is installed,

@@ -1,4 +1,4 @@
-"""What a calibration or its checkpoint can be that no export takes: one line, and nothing left."""
+"""Tests that a calibration or checkpoint that cannot be exported is refused in one line."""
 
 import shutil
 import sys

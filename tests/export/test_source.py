@@ -1,4 +1,4 @@
-"""What every export carries of its source."""
+"""Tests what every export carries of its source."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What all fake servers share: the engine that answers, and a record of what was asked."""
+"""Runs what all fake servers share: the engine that answers, and a record of the requests."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""How the servers that speak OpenAI's protocol differ, in their streams and beside them."""
+"""Imitates how servers with OpenAI's API differ, in their streams and elsewhere."""
 
 import json
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What hostile clients send: a table of raw requests."""
+"""Lists raw requests of hostile clients."""
 
 import json
 from collections.abc import Iterator

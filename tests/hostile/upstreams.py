@@ -1,4 +1,4 @@
-"""What a hostile upstream answers to a request: a table, and the server that plays it.
+"""Lists responses of a hostile upstream, and serves them.
 
 The gateway forwards the client's `X-Request-Id`, which names the scenario to play.
 """

@@ -1,4 +1,4 @@
-"""What ModelOpt makes of a checkpoint; its interpreter runs this, one command a process.
+"""Quantizes a checkpoint with ModelOpt; its interpreter runs this, one command a process.
 
     python -m tests.integration.modelopt_peer max MODEL TOKENS DTYPE OUT
     python -m tests.integration.modelopt_peer apply MODEL TOKENS RECIPE OUT ALGORITHM ...

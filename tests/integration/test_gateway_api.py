@@ -1,4 +1,4 @@
-"""What else the API has, on a real vLLM: tokens as our own tokenizer's, outputs held to a form."""
+"""Tests the rest of the API on a real vLLM: tokens as our tokenizer's, structured outputs."""
 
 import json
 import urllib.error

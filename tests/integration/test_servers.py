@@ -1,4 +1,4 @@
-"""What the backends rely on, seen on the real servers: how they start, stream, fail and stop."""
+"""Tests what the backends rely on, on real servers: how they start, stream, fail and stop."""
 
 import asyncio
 import json

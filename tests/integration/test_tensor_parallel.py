@@ -1,4 +1,4 @@
-"""What Octet refuses to split over GPUs, vLLM refuses too, or would load wrong without a word."""
+"""Tests that vLLM refuses, or loads wrongly, each split over GPUs that Octet refuses."""
 
 from dataclasses import dataclass
 from pathlib import Path

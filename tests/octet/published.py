@@ -1,4 +1,4 @@
-"""What published decoders have in config.json, without what no reader of ours asks for."""
+"""Lists config.json of published decoders, without fields that nothing reads."""
 
 from typing import Any
 

@@ -41,7 +41,7 @@ def test_json_has_the_same_and_no_two_keys_are_alike(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("name", ["", "two words", "-dash", "ü", "x" * 201, "a\n"])
 def test_a_name_that_the_configuration_would_refuse_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of a key"):
+    with pytest.raises(ConfigError, match="is not a valid name of a key"):
         new(name)
     with pytest.raises(ValueError):
         KeyConfig(name=name, sha256="0" * 64)

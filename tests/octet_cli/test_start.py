@@ -105,7 +105,7 @@ REFUSED = {
     "serve plain": NO_ARTIFACT,
     "serve newer": NEWER,
     "serve --config absent": "configuration absent: No such file or directory",
-    "keys new ?": "'?' is no name of a key",
+    "keys new ?": "'?' is not a valid name of a key",
 }
 
 

@@ -247,7 +247,7 @@ def test_an_engine_that_cannot_run_here_is_not_all_checked(
     assert unchecked(engine, calibration).startswith("next tokens: ")
     facts = json.loads((result := run(engine, "--no-tokens", "--json")).stdout)
     assert result.exit_code == 2
-    assert facts["unchecked"][0].startswith("graph: give the calibration with --calibration")
+    assert facts["unchecked"][0].startswith("graph: give --calibration, to compare")
 
 
 def test_a_fault_is_shown_and_exits_1(tiny_model: Path, tmp_path: Path) -> None:

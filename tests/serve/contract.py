@@ -1,4 +1,4 @@
-"""What every backend owes the gateway. Each check takes a started backend, fake or real.
+"""Checks the contract of every backend. Each check takes a started backend, fake or real.
 
     for check in CHECKS:
         await check(backend, "def f(x):", token_ids)

@@ -1,4 +1,4 @@
-"""What backends and clients do wrong, on real sockets: seen, survived, and nothing left behind."""
+"""Tests faults of backends and clients on real sockets: detected, survived, nothing left behind."""
 
 import asyncio
 import json

@@ -154,7 +154,7 @@ async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_
         bf16.config = bf16.config.model_copy(update={"proof": off})
         reply = await served.request(PATH, BODY, tier("exact"))
         message = error(reply, 503, "tier_unavailable")
-        assert message.endswith("switched off; no waiting helps, as none is to be measured")
+        assert message.endswith("switched off; waiting does not help, because no pool is measured")
         assert reply.headers["retry-after"] == "60"
         assert asked(backends) == {"bf16": 0, "fp8": 0, "fp4": 0}
         labels = {"model": "m", "tier": "exact", "pool": ""}

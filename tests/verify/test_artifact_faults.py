@@ -159,7 +159,7 @@ def silently_bfloat16(tensors: Tensors, _: dict[str, Any]) -> None:
         tensors[name] = real.bfloat16()
 
 
-@fault("ct-channel", UP, "ignore lists it: it would be read as numbers")
+@fault("ct-channel", UP, "ignore lists it: engines would read its codes as plain weights")
 def ignored_and_quantized(_: Tensors, config: dict[str, Any]) -> None:
     config["quantization_config"]["ignore"].append(UP)
 

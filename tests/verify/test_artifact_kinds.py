@@ -114,16 +114,16 @@ def test_what_of_an_engine_could_not_be_checked_is_said(
     calibration = calibrations["fp8-static"]
     silent = described_engine(tmp_path / "a", calibration, precision=None)
     assert verify(silent, calibration=calibration).unchecked == [
-        "precision: its builder reported nothing of what runs in 8 or 4 bits"
+        "precision: the manifest does not list which GEMMs run in 8 or 4 bits"
     ]
     sound = described_engine(tmp_path / "b", calibration)
     assert verify(sound).unchecked == [
-        "graph: give the calibration with --calibration, to compare the one that was compiled"
+        "graph: give --calibration, to compare its graph with the one that was compiled"
     ]
     old = rewritten(sound, tmp_path / "c", lambda path: None, software={"octet": "0", "onnx": "1"})
     found = verify(old, calibration=calibration)
     assert found.exit_code == 2
-    assert found.unchecked[0].startswith("graph: it was built by octet 0, onnx 1, and octet ")
+    assert found.unchecked[0].startswith("graph: it was built with octet 0, onnx 1, and octet ")
 
 
 def test_the_graph_of_an_engine_is_built_again_and_compared(
@@ -135,7 +135,7 @@ def test_the_graph_of_an_engine_is_built_again_and_compared(
     hashes = Manifest.load(same).details["graph_sha256"] | {"model.onnx": "0" * 64}
     other = described_engine(tmp_path / "b", calibration, graph_sha256=hashes)
     (problem,) = verify(other, calibration=calibration).problems
-    assert problem.where == "graph_sha256: model.onnx" and "is another" in problem.what
+    assert problem.where == "graph_sha256: model.onnx" and "is not the graph that" in problem.what
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class _Comparison:
             return ""
         if self.ours:
             return "; if an algorithm changed weights in calibration, give --calibration"
-        return "; SmoothQuant and AWQ change norms, and weights then compare with none"
+        return "; SmoothQuant and AWQ change norms and weights, which then cannot be compared"
 
 
 def _spec(written: Written, manifest: Manifest | None, original: Original | None) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""What ModelOpt's algorithms are given and how they are refused, without ModelOpt itself.
+"""Tests the arguments of ModelOpt's algorithms, and their refusals, without ModelOpt itself.
 
 `tests/integration/test_modelopt.py` runs the real thing.
 """

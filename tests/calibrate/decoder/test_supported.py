@@ -1,4 +1,4 @@
-"""What cannot be run layer by layer is refused before it runs, in one line that says why."""
+"""Tests that a model that cannot run layer by layer is refused at the start, with the reason."""
 
 import json
 import re

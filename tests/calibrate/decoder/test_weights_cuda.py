@@ -1,4 +1,4 @@
-"""Where a GPU's layers come from, memory or files, changes nothing that is computed with them."""
+"""Tests that results do not depend on where a GPU's layers come from, memory or files."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is observed and by which name, keys and queries after RoPE, and NaN and Inf by name."""
+"""Tests which tensors are observed, keys and queries after RoPE, and that NaN and Inf are named."""
 
 from pathlib import Path
 

@@ -125,8 +125,8 @@ class TestTheVerdict:
         assert plain.met and doubtful.met and not plain.warnings
         (warning,) = doubtful.warnings
         assert warning.endswith(
-            ": met; its scales were chosen on them, so that the bound is none of 95 %: give more"
-            " with --held-out"
+            ": met; its scales were chosen on them, so the bound does not have 95 % confidence:"
+            " give more text with --held-out"
         )
         assert (plain.details()[0]["confidence"], doubtful.details()[0]["confidence"]) == (
             0.95,

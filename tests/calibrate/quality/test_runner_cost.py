@@ -1,4 +1,4 @@
-"""What answers cost is their definition, at every token; decoding's is reading's and the rest."""
+"""Tests the measured cost of a runner against its definition, for prefill and for decoding."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is calibrated with, what is held out, and what is said about it."""
+"""Tests which samples are used, which are held out, and the warnings about them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What weights become when scales are wrong: the codes that an export stores, times others."""
+"""Tests weights with wrong scales: the codes that an export stores, times other scales."""
 
 from pathlib import Path
 from typing import Any

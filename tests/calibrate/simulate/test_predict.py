@@ -1,4 +1,4 @@
-"""What is predicted is what serving so costs, and honest implementations lie within the range."""
+"""Tests predictions: conforming implementations lie within the predicted range."""
 
 import json
 from collections.abc import Iterator, Sequence

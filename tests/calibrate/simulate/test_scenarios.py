@@ -1,4 +1,4 @@
-"""What is simulated of a recipe: each path of an engine, fallbacks, faults of a bounded number."""
+"""Tests the scenarios of a recipe: each engine's path, fallbacks, a bounded number of faults."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What source files use of cuda-bindings, and which of its releases have that.
+"""Lists what source files use of cuda-bindings, and which of its releases have that.
 
     python -m tests.export.bindings.cuda
 

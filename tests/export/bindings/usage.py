@@ -1,4 +1,4 @@
-"""What source files use of TensorRT, found in their syntax trees.
+"""Lists what source files use of TensorRT, from their syntax trees.
 
 The module is what is called `trt`. From there on types are inferred with the API itself: what a
 class makes, a method returns and an attribute holds. Where inference ends, at parameters and at

@@ -1,4 +1,4 @@
-"""Which builder, for which GPUs, and what is said where that cannot be."""
+"""Tests which builder is chosen for which GPUs, and the errors where none can build."""
 
 import platform
 import sys

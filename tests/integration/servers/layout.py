@@ -1,4 +1,4 @@
-"""Where `make integration` keeps its environments, and what in them makes a server start.
+"""Locates the environments of `make integration`, and what in them makes a server start.
 
 .integration/
   vllm/          a virtual environment with vLLM's CPU build

@@ -1,4 +1,4 @@
-"""How many cores are used: what the environment, the affinity and the control group allow."""
+"""Tests how many cores are used: by the environment, the affinity and the control group."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which decoders are known, what their checkpoints hold, and which variants are refused by name."""
+"""Tests which decoders are known, what their checkpoints hold, and which variants are refused."""
 
 from math import prod
 from pathlib import Path

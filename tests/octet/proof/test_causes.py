@@ -1,4 +1,4 @@
-"""What people read: what the numbers match, and what to do."""
+"""Tests the sentences of causes: what the answers match, and what to do."""
 
 from typing import get_args
 

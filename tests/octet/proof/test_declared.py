@@ -1,4 +1,4 @@
-"""Which paths are honest, by what a backend is said to be."""
+"""Tests which serving paths conform to a backend's declared configuration."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What vLLM does with each recipe: the rows of docs/compatibility.md."""
+"""Tests what vLLM does with each recipe: the rows of docs/compatibility.md."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is off in a part of the prompts, beside samples of the distribution that it is held to."""
+"""Tests the outlier test: prompts that are far off, against samples of the path's noise."""
 
 import math
 

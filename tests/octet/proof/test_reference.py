@@ -1,4 +1,4 @@
-"""What a directory proves with; what is wrong with one that does not."""
+"""Tests which directories can prove a server, and the errors for the others."""
 
 import hashlib
 import json

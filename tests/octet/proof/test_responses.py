@@ -1,4 +1,4 @@
-"""How far an answer can be compared."""
+"""Tests how far an answer can be compared."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Who is let in, who is not, and that nothing but a hash is kept."""
+"""Tests which API keys are accepted, and that only hashes are stored."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""What a key may spend: refused with a time, settled with true counts, given back when refused."""
+"""Tests a key's limits: refusals with a time, settled counts, refunds of refused requests."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""How long a prompt seems, and that asking costs nothing."""
+"""Tests the estimated length of a prompt, and that the estimate is cheap."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the kernel says about memory, in its words, and what is made of it."""
+"""Tests how the kernel's reports of memory are read."""
 
 from pathlib import Path
 

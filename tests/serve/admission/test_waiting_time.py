@@ -1,4 +1,4 @@
-"""How long a gate tells those to stay away whom it refuses, and whom it refuses at once."""
+"""Tests the Retry-After of refused requests, and which requests are refused at once."""
 
 import asyncio
 

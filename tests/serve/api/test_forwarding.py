@@ -1,4 +1,4 @@
-"""What a backend of OpenAI's protocol can do more than generate text goes through it unharmed.
+"""Tests that requests to OpenAI servers pass through, with features beyond generating text.
 
 The bytes of a request arrive as they were sent, and those of its answer as they were written; a
 backend that cannot honour a field refuses it by name.

@@ -1,4 +1,4 @@
-"""What a backend is sent: the client's request, with as little as possible changed."""
+"""Tests that a backend is sent the client's request with as few changes as possible."""
 
 import json
 from typing import Any

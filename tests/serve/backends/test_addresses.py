@@ -1,4 +1,4 @@
-"""Where the backends are is nobody's business: no answer to a client tells it."""
+"""Tests that no answer to a client contains a backend's address."""
 
 import asyncio
 import re

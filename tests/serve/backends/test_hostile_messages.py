@@ -1,4 +1,4 @@
-"""What servers say in errors and tensors: shown on one line, and read in no time."""
+"""Tests hostile messages and tensors of servers: shown on one line, and parsed quickly."""
 
 import json
 import time

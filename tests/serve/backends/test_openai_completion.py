@@ -1,4 +1,4 @@
-"""What a server of OpenAI's protocol sends that is not of its types: garbled, and nothing else."""
+"""Tests that a server's fields of wrong types are reported as garbled, and nothing else fails."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a server of OpenAI's protocol says of itself, and how its end is seen."""
+"""Tests what OpenAI servers report about themselves, and how their end is detected."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What only the whole configuration shows: names that lead nowhere or are there twice, and keys."""
+"""Tests checks of the whole configuration: unknown names, duplicate names, and keys."""
 
 from datetime import UTC, datetime
 from pathlib import Path

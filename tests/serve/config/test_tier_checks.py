@@ -1,4 +1,4 @@
-"""What `octet serve --check` finds of tiers."""
+"""Tests what `octet serve --check` finds about tiers."""
 
 from pathlib import Path
 

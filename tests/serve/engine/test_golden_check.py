@@ -89,7 +89,7 @@ def test_an_export_with_other_scales_is_refused(
     export: Path, tmp_path: Path, names: str, factor: float
 ) -> None:
     broken = with_changed(export, tmp_path / "broken", names, lambda scale: scale * factor)
-    with pytest.raises(ExportError, match=r"reading prompts.* nats, outside .*expected\.json"):
+    with pytest.raises(ExportError, match=r"in prefill.* nats, outside .*expected\.json"):
         prove(broken, threads=1)
 
 

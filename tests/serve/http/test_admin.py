@@ -306,3 +306,24 @@ async def test_the_page_names_a_model_that_nothing_serves(
     page = render(found)
     assert "Ready, with problems" in page and "<dt>Model lost</dt>" in page
     assert "Model kept" not in page and "Model m" not in page
+
+
+@pytest.mark.parametrize(
+    ("standing", "error", "shown"),
+    [
+        ("ejected", None, "ejected: see the log"),
+        ("ejected", "no token within 30 s", "ejected: no token within 30 s"),
+        ("refused", None, "refused: match another model; check which one it loaded"),
+    ],
+)
+async def test_the_page_gives_the_reason_of_the_backends_standing(
+    standing: str, error: str | None, shown: str, served: Served
+) -> None:
+    found = status_of(served.gateway)
+    (one,) = found["pools"]["p"]["backends"]
+    one |= {"standing": standing, "up": False, "out_for_s": None, "last_error": error}
+    one["proof"] = {"state": "proven", "reason": "as expected: 0.0004 nats"}
+    if standing == "refused":
+        one["proof"] |= {"cause": "match another model", "remedy": "check which one it loaded"}
+    page = render(found)
+    assert shown in page and "as expected" not in page

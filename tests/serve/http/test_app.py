@@ -1,4 +1,4 @@
-"""Which path goes where, and who may ask from a browser."""
+"""Tests which path leads where, and which web pages may send requests."""
 
 import hashlib
 from typing import Any

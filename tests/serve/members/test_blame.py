@@ -1,4 +1,4 @@
-"""What counts against a backend, and what against nobody; and how one comes back."""
+"""Tests which failures count against a backend, which do not, and how one is readmitted."""
 
 import asyncio
 import math

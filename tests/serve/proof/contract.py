@@ -1,4 +1,4 @@
-"""What a probe of any backend owes its judge; run on fakes here, on real servers in integration."""
+"""Checks the contract of a probe of any backend; on fakes here, on real servers in integration."""
 
 import math
 from collections.abc import Sequence

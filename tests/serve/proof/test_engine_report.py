@@ -1,4 +1,4 @@
-"""What an engine says of itself, against what is declared."""
+"""Tests what an engine reports about itself against the declared configuration."""
 
 from dataclasses import replace
 from pathlib import Path

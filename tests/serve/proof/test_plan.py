@@ -1,4 +1,4 @@
-"""Which golden records are asked, and when."""
+"""Tests which golden records are sent, and when."""
 
 import numpy as np
 import pytest

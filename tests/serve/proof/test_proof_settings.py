@@ -1,4 +1,4 @@
-"""What pools are proven with: by the configuration, over reloads, and not at all."""
+"""Tests the settings of proofs: by the configuration, over reloads, and switched off."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Which reported of a backend its proof is of, and who waits until that is known."""
+"""Tests which incarnation a proof holds for, and which requests wait until that is known."""
 
 import asyncio
 

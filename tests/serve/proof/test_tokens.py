@@ -1,4 +1,4 @@
-"""Which token of ours a server's token is, by its text."""
+"""Tests how a server's token is matched with a token id, by its text."""
 
 import pytest
 import tokenizers

@@ -1,4 +1,4 @@
-"""What a client is told to wait for a backend, by what keeps it from being asked."""
+"""Tests the Retry-After that a client gets, by the reason why a backend is unavailable."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which incarnation of a server answers, as far as the server reports it."""
+"""Tests how a restarted server is recognized, as far as it reports its incarnation."""
 
 import asyncio
 import json

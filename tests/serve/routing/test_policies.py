@@ -1,4 +1,4 @@
-"""Who is chosen, for each policy."""
+"""Tests the choice of each routing policy."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the policies are for, shown on simulated servers; deterministic, by seeds."""
+"""Simulates servers to show what the policies are for; deterministic, by seeds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What every runner owes the engine; `same(found, expected)` fails where its logits differ."""
+"""Checks the contract of every runner; `same(found, expected)` fails where logits differ."""
 
 from collections.abc import Callable
 

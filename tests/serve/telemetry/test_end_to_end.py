@@ -1,4 +1,4 @@
-"""What a client's request leaves in metrics, traces and at the backend, over real sockets."""
+"""Tests a request's traces in metrics, spans and at the backend, over real sockets."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""What a request adds to the figures, event by event."""
+"""Tests what a request adds to the figures, event by event."""
 
 import pytest
 

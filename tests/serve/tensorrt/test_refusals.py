@@ -1,4 +1,4 @@
-"""What the TensorRT runner refuses, each in one line, and who may serve an engine."""
+"""Tests what the TensorRT runner refuses, each in one line, and which engines it serves."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is measured of this machine and read from a server, and what is left unknown."""
+"""Tests what is measured of this machine and read from a server, and what stays unknown."""
 
 import sys
 import threading

@@ -22,8 +22,8 @@ def open_target(name: str, api_key_env: str | None, concurrency: int) -> Target:
         return Server(name, api_key_env=api_key_env, concurrency=concurrency)
     if "://" in name:
         raise UnsupportedError(
-            f"{name}: only a server of OpenAI's protocol says how likely the tokens of a prompt are"
-            " (http://host:port); of a Triton server, evaluate what it serves: the export or engine"
+            f"{name}: only servers with OpenAI's API (http://host:port) return log-probabilities"
+            " of a prompt; for a Triton server, evaluate the export or engine that it serves"
         )
     path = Path(name)
     if is_export(path):
@@ -71,8 +71,8 @@ def read_samples(
                 path, _encoder(target), count=count, text_field=text_field, max_length=length
             )
     raise ConfigError(
-        f"{targets[0].name}: does not tell how it makes tokens of a text: give --reference, whose"
-        " tokenizer does"
+        f"{targets[0].name}: has no /tokenize to split the samples into tokens: give --reference,"
+        " whose tokenizer is used then"
     )
 
 
@@ -80,7 +80,7 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
     def encode(text: str) -> list[int]:
         ids = target.encode(text)
         if ids is None:
-            raise BackendError(f"{target.name}: stopped making tokens of texts")
+            raise BackendError(f"{target.name}: no longer tokenizes texts (/tokenize)")
         return ids
 
     return encode

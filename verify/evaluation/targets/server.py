@@ -115,7 +115,7 @@ class Server:
                 self._reader = name
                 return answer
         raise UnsupportedError(
-            f"{self.name}: does not give the log-probabilities of a prompt, {k} a token"
+            f"{self.name}: does not return {k} log-probabilities for each token of a prompt"
             f" ({'; '.join(refusals)}): evaluate the artifact itself, or try a smaller --top-k"
         )
 

@@ -1,4 +1,4 @@
-"""What two requests must have in common to be sent to the same backend."""
+"""Tests what two requests must have in common to reach the same backend."""
 
 import tracemalloc
 from typing import Any

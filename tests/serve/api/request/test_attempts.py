@@ -1,4 +1,4 @@
-"""Who is asked, how often, and what the client is told when nobody answers."""
+"""Tests which backends are tried, how often, and the error if none answers."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager

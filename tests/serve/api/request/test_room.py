@@ -1,4 +1,4 @@
-"""Who lost its backend waits for room at one that is full; who need not, does not."""
+"""Tests which requests wait for a free slot at a full backend after theirs was lost."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager

@@ -125,7 +125,6 @@ def _resumes(
         dtype,
         device,
         queries=options.recipe.kv_cache == "e4m3",
-        mean_squares=options.recipe.weighs_inputs,
     )
     reason = stale(options.progress / LAYERS, identity)
     if reason is None:
@@ -178,7 +177,6 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
             weights=job.weights.of(changed.checkpoint),
             chunks=len(plan.chunk_ends),
             queries=options.recipe.kv_cache == "e4m3",
-            mean_squares=options.recipe.weighs_inputs,
             spill=options.spill,
             journal=options.progress / LAYERS,
             restart=options.restart,

@@ -117,9 +117,9 @@ def rescale(
         prediction = expected_divergence(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
-        predicted["predicted"] = prediction is not None
-        expected = prediction.expected if prediction else None
-        report = replace(report, expected=expected, examined=examined(origin.golden))
+    predicted["predicted"] = prediction is not None
+    expected = prediction.expected if prediction else None
+    report = replace(report, expected=expected, examined=examined(origin.golden))
     extra = report_files(report, course, prediction)
     if (origin.path / WEIGHTS_FILE).exists():
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
@@ -152,9 +152,9 @@ def _unweighted(origin: Calibration, recipe: Recipe) -> list[str]:
     if not recipe.weighs_inputs or origin.mean_squares:
         return []
     return [
-        f"{origin.path} has no mean squares of the linears' inputs, which a calibration for a 4-bit"
-        " recipe observes: the scales of 4-bit weights have the least error of the weights, not of"
-        f" the outputs; calibrate again with --recipe {recipe.name} for those"
+        f"{origin.path} has no mean squares of the linears' inputs, as it is of an earlier release:"
+        " the scales of 4-bit weights have the least error of the weights, not of the outputs;"
+        " calibrate again for those"
     ]
 
 

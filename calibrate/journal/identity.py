@@ -30,18 +30,17 @@ def run_identity(
     device: torch.device,
     *,
     queries: bool = False,
-    mean_squares: bool = False,
 ) -> dict[str, str]:
     """Returns what the counts depend on, by name.
 
-    The recipe is not included, except whether `queries` are counted and `mean_squares` computed,
-    nor is the number of processes. Reads the whole checkpoint.
+    The recipe is not included, except whether `queries` are counted, nor is the number of
+    processes. Reads the whole checkpoint.
     """
     model = hashlib.sha256(json.dumps(checkpoint.weight_hashes, sort_keys=True).encode())
     model.update(checkpoint.changes_digest.encode())
     return {
         "model": model.hexdigest(),
-        **setting_identity(batches, dtype, device, queries=queries, mean_squares=mean_squares),
+        **setting_identity(batches, dtype, device, queries=queries),
     }
 
 
@@ -51,13 +50,13 @@ def setting_identity(
     device: torch.device,
     *,
     queries: bool,
-    mean_squares: bool,
 ) -> dict[str, str]:
     """Returns the part of `run_identity` that is known without reading the checkpoint."""
     import transformers
 
     identity = {
         "selection or length of samples": digest_of_batches(batches),
+        "observation": "counts and mean squares",  # journals of 0.2 hold counts alone
         "compute dtype": dtype,
         "device": device_name(device),
         "torch": torch.__version__,
@@ -65,8 +64,6 @@ def setting_identity(
     }
     if queries:
         identity["observation of queries"] = "yes"
-    if mean_squares:
-        identity["observation of mean squares"] = "yes"
     if device.type == "cpu":
         identity[THREADS] = str(torch.get_num_threads())
         if dtype == "bfloat16":

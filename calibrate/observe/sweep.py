@@ -63,7 +63,7 @@ class Observed:
 
     `histograms` hold int64 [chunks, 32768], the counts of each chunk of batches, for each of
     `observations`. `facts` of the run are for the manifest. `mean_squares` hold float32 [K], those
-    of each channel of the linears' inputs that any token reached, if they were requested.
+    of each channel of the linears' inputs that any token of these batches reached.
     """
 
     histograms: Mapping[str, NDArray[np.int64]]
@@ -81,7 +81,6 @@ def observe_checkpoint(
     weights: LayerWeights | None = None,
     chunks: int | None = None,
     queries: bool = False,
-    mean_squares: bool = False,
     spill: Path | None = None,
     journal: Path | None = None,
     restart: bool = False,
@@ -92,7 +91,7 @@ def observe_checkpoint(
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts activations.
 
     There are as many `chunks` of batches (by default as the batches name). `queries` are counted if
-    requested; so are the `mean_squares` of the linears' inputs, computed from every fourth batch.
+    requested. The mean squares of the linears' inputs are computed from every fourth batch.
     Activations are kept in memory, or in files in a directory of the run's own below `spill`. The
     `journal` is a directory that holds every finished layer's counts, and from which a run that was
     killed continues. The caller discards it (`calibrate.journal.journal.discard`) when its own work
@@ -108,9 +107,7 @@ def observe_checkpoint(
     with ExitStack() as stack:
         opened: Journal | None = None
         if journal is not None or group.world > 1:
-            identity = run_identity(
-                checkpoint, batches, dtype, device, queries=queries, mean_squares=mean_squares
-            )
+            identity = run_identity(checkpoint, batches, dtype, device, queries=queries)
             require_agreement(group, identity)
             if journal is not None:
                 opened = Journal.open(
@@ -132,7 +129,6 @@ def observe_checkpoint(
             opened,
             group,
             advance,
-            mean_squares,
         )
         histograms, squares = sweep.run()
     check_totals(checkpoint.spec, histograms, sum(batch.tokens for batch in batches))
@@ -159,9 +155,7 @@ class _Sweep:
         journal: Journal | None,
         group: Group,
         advance: Callable[[int], None],
-        squares: bool,
     ) -> None:
-        self._squares = squares
         self._checkpoint, self._spec = checkpoint, checkpoint.spec
         self._batches, self._chunks = batches, chunks
         self._mine = range(group.rank, len(batches), group.world)
@@ -182,7 +176,7 @@ class _Sweep:
             for index in range(self._finished):
                 counts, means = journal.counts(index, self._names[index])
                 histograms.update(counts)
-                squares.update(means if self._squares else {})
+                squares.update(means)
             self._progress.step(self._finished * self._my_tokens)
             if self._finished == self._spec.layers:
                 return histograms, squares
@@ -282,7 +276,7 @@ class _Sweep:
                         counts[row, chunk] = found[name]
             summed.update(zip(names, self._group.sum(counts), strict=True))
         total: dict[str, SumOfSquares] = {}
-        for part in self._group.gather(squares) if self._squares else ():
+        for part in self._group.gather(squares):
             _add(total, part)
         return summed, {name: total[name].mean() for name in slots if name in total}
 
@@ -305,7 +299,7 @@ class _Sweep:
         for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
             batch = self._batches[index]
             compute = partial(model.forward, entering.read(index))
-            squared = self._squares and index % _SQUARED_EVERY == 0
+            squared = index % _SQUARED_EVERY == 0
             given = observer.run(batch, compute, squares=squared)
             if leaving is not None:
                 leaving.write(index, given)

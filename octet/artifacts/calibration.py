@@ -3,7 +3,7 @@
 manifest.json               Manifest: recipe, hashes of model, tokenizer and samples, versions
 observations.json        the tensor that each histogram describes, and its consumer modules
 histograms.safetensors   for each observed tensor, the bins that occur and their counts
-mean_squares.safetensors float32 [K] of each channel of linears' inputs; for 4-bit recipes only
+mean_squares.safetensors float32 [K] of each channel of linears' inputs
 scales.safetensors       float32, multipliers: real = stored * scale [* global scale]
 golden.json              GoldenSet
 weights.safetensors      the tensors that an algorithm such as SmoothQuant changed, if any

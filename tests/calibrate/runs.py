@@ -55,7 +55,6 @@ def batches_from(samples: Path, count: int, tokenizer: Any) -> list[Batch]:
 
 def run(model: Path, journal: Path | None = None, *, count: int = 5, **settings: Any) -> Observed:
     """The histograms and mean squares of `batches_of(count)` with one thread."""
-    settings.setdefault("mean_squares", True)
     torch.set_num_threads(1)
     checkpoint, batches = Checkpoint.open(model), batches_of(count)
     return observe_checkpoint(checkpoint, batches, dtype=DTYPE, journal=journal, **settings)

@@ -14,7 +14,8 @@ from calibrate.options import Options
 from calibrate.pipeline import run
 from calibrate.rescale import rescale
 from calibrate.scales.weights import weight_scales
-from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.calibration import MEAN_SQUARES_FILE, WEIGHTS_FILE, Calibration
+from octet.artifacts.manifest import write_artifact
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ArtifactError, ConfigError, OctetError
@@ -93,16 +94,6 @@ def with_queries(tiny_model: Path, tiny_samples: Path, shared: Shared) -> Calibr
     return Calibration.load(path)
 
 
-@pytest.fixture(scope="module")
-def with_squares(tiny_model: Path, tiny_samples: Path, shared: Shared) -> Calibration:
-    """For 4-bit weights, for which the inputs' mean squares are observed."""
-    path = shared.directory(
-        "rescale-squares",
-        lambda path: calibrated(tiny_model, tiny_samples, path, PRESETS["mxfp4"]),
-    )
-    return Calibration.load(path)
-
-
 def assert_same_scales(ours: Calibration, theirs: Calibration) -> None:
     assert ours.scales.keys() == theirs.scales.keys()
     for name, scale in ours.scales.items():
@@ -113,7 +104,6 @@ def assert_same_scales(ours: Calibration, theirs: Calibration) -> None:
 def test_it_equals_calibrating_afresh(
     origin: Calibration,
     with_queries: Calibration,
-    with_squares: Calibration,
     tiny_model: Path,
     tiny_samples: Path,
     tmp_path: Path,
@@ -121,7 +111,6 @@ def test_it_equals_calibrating_afresh(
 ) -> None:
     recipe = RECIPES[name]
     before = with_queries if recipe.kv_cache == "e4m3" else origin
-    before = with_squares if recipe.weighs_inputs else before
     predict = name in PREDICTED
     derived = rescale(before.path, tmp_path / "derived", recipe=recipe, predict=predict)
     fresh = calibrated(tiny_model, tiny_samples, tmp_path / "fresh", recipe, predict=predict)
@@ -136,7 +125,7 @@ def test_it_equals_calibrating_afresh(
         "histograms.safetensors",
         "observations.json",
         "golden.json",
-        *(("mean_squares.safetensors",) if recipe.weighs_inputs else ()),
+        "mean_squares.safetensors",
         *((EXPECTED_FILE, SCENARIOS_FILE) if predict else ()),
     } <= same
     assert derived.manifest.details["predicted"] is predict
@@ -154,23 +143,20 @@ def test_queries_that_were_not_observed_have_no_scale(origin: Calibration, tmp_p
     assert derived.cache_scale(layer, "v", "e5m2") == 1.0
 
 
-def test_mean_squares_that_were_not_observed_are_missed(
-    origin: Calibration, with_squares: Calibration, tmp_path: Path
-) -> None:
+def test_mean_squares_of_earlier_releases_are_missed(origin: Calibration, tmp_path: Path) -> None:
     """Scales are then those of least error of the weights, and a warning says so."""
-    derived = rescale(origin.path, tmp_path / "plain", recipe=PRESETS["nvfp4"], predict=False)
+    old = tmp_path / "old"
+    with write_artifact(old) as writer:
+        for name in {*origin.manifest.files} - {MEAN_SQUARES_FILE}:
+            shutil.copyfile(origin.path / name, writer.path / name)
+        writer.finish(origin.manifest)
+    derived = rescale(old, tmp_path / "plain", recipe=PRESETS["nvfp4"], predict=False)
     checkpoint = Checkpoint.open(Path(derived.manifest.details["source"]))
     for name, weight in weight_scales(checkpoint, PRESETS["nvfp4"]):
         np.testing.assert_array_equal(derived.scales[f"{name}.weight_scale"], weight.scale)
     (warning,) = (x for x in derived.manifest.details["warnings"] if "mean squares" in x)
-    assert str(origin.path) in warning and "--recipe nvfp4" in warning
+    assert str(old) in warning and "calibrate again" in warning
     assert derived.mean_squares == {}
-    weighted = rescale(with_squares.path, tmp_path / "new", recipe=PRESETS["nvfp4"], predict=False)
-    assert not any("mean squares" in x for x in weighted.manifest.details["warnings"])
-    # Through a recipe that does not need them, they are passed on.
-    fp8 = rescale(with_squares.path, tmp_path / "fp8", recipe=PRESETS["fp8"], predict=False)
-    again = rescale(fp8.path, tmp_path / "again", recipe=PRESETS["nvfp4"], predict=False)
-    assert_same_scales(again, weighted)
 
 
 def test_through_every_recipe_and_back_again(origin: Calibration, tmp_path: Path) -> None:

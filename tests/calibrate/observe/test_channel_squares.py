@@ -9,10 +9,9 @@ import torch
 from calibrate.decoder.loading import load_model
 from calibrate.observe.channel_squares import ChannelSquares
 from calibrate.observe.histogram import Histogram
-from calibrate.observe.sweep import Observed, observe_checkpoint
-from octet.errors import ArtifactError
+from calibrate.observe.sweep import observe_checkpoint
 from octet.model.checkpoint import Checkpoint
-from tests.calibrate.runs import batches_of, interrupt_after, run
+from tests.calibrate.runs import batches_of
 from tests.models import write_model
 
 DEVICES = [
@@ -62,9 +61,7 @@ def test_every_input_has_the_energy_of_its_histogram(
 ) -> None:
     """One batch: all of it is squared, and counted."""
     checkpoint = Checkpoint.open(write_model(tmp_path / kind, kind))
-    observed = observe_checkpoint(
-        checkpoint, batches_of(1), dtype="bfloat16", device=device, mean_squares=True
-    )
+    observed = observe_checkpoint(checkpoint, batches_of(1), dtype="bfloat16", device=device)
     inputs = {linear.input: linear.in_features for linear in checkpoint.spec.linears()}
     reached = [name for name in inputs if observed.histograms[name].any()]
     assert list(observed.mean_squares) == reached
@@ -80,7 +77,7 @@ def test_every_input_has_the_energy_of_its_histogram(
 def test_channels_are_those_of_the_whole_model(llama: Path) -> None:
     """Of every fourth batch: the first and the fifth of five."""
     checkpoint, batches = Checkpoint.open(llama), batches_of(5)
-    observed = observe_checkpoint(checkpoint, batches, dtype="float32", mean_squares=True)
+    observed = observe_checkpoint(checkpoint, batches, dtype="float32")
     model = load_model(checkpoint, "float32")
     name, rows = "model.layers.2.mlp.down_proj", []
     module = model.get_submodule(name)
@@ -91,33 +88,3 @@ def test_channels_are_those_of_the_whole_model(llama: Path) -> None:
                 model.base_model(input_ids=ids[None, :length], use_cache=False)
     expected = torch.cat([x[0] for x in rows]).double().square().mean(0).numpy()
     np.testing.assert_allclose(observed.mean_squares[f"{name}.input"], expected, rtol=1e-3)
-
-
-def test_counts_do_not_change_and_nothing_is_squared_unless_requested(llama: Path) -> None:
-    with_squares, without = run(llama), run(llama, mean_squares=False)
-    assert without.mean_squares == {}
-    for name, counts in without.histograms.items():
-        np.testing.assert_array_equal(counts, with_squares.histograms[name])
-
-
-def _stopped(llama: Path, journal: Path, *, mean_squares: bool) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(llama, journal, advance=interrupt_after(0.5), mean_squares=mean_squares)
-
-
-def test_a_journal_without_them_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
-    _stopped(llama, tmp_path / "a", mean_squares=False)
-    with pytest.raises(ArtifactError, match="of a run with another observation of mean squares; -"):
-        run(llama, tmp_path / "a")
-
-
-def test_a_run_that_needs_none_continues_a_journal_and_then_owns_it(
-    llama: Path, tmp_path: Path
-) -> None:
-    """Otherwise layers that it finished would be taken for ones that have mean squares."""
-    _stopped(llama, tmp_path / "a", mean_squares=True)
-    told: list[int] = []
-    found: Observed = run(llama, tmp_path / "a", mean_squares=False, advance=told.append)
-    assert told[0] > 0 and found.mean_squares == {}
-    with pytest.raises(ArtifactError, match="another observation of mean squares"):
-        run(llama, tmp_path / "a")

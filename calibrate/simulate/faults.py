@@ -152,9 +152,15 @@ def as_fused(
     """Returns `weights` as engines fuse them: those of one scale per tensor get the largest.
 
     Engines dequantize with each one's own scale and round to the largest of q/k/v, or of gate and
-    up. With equal scales, as Octet writes them, nothing changes.
+    up. With equal scales, as Octet writes them, nothing changes, so weights that are read from its
+    exports may come without their scales.
     """
-    names = [name for name in weights if schemes[name][0].granularity == "tensor"]
+    names = [
+        name
+        for name in weights
+        if schemes[name][0].granularity == "tensor"
+        and scales.get(f"{name}.weight_scale") is not None
+    ]
     read = _Read(schemes, scales)
     found = dict(weights)
     for name, largest in _other_scales("fused_scales_merged", names, read, spec).items():

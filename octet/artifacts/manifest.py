@@ -120,11 +120,14 @@ class Manifest(BaseModel):
     def predicted(self) -> bool:
         """Returns whether the artifact was written with the log-probabilities of its scenarios.
 
-        Artifacts of 0.2 do not record it, but their expected divergences, which come with it.
+        Artifacts of 0.2 do not record it. Their expected divergences came with it, and calibrations
+        recorded what computed it.
         """
         recorded = self.details.get("predicted")
         if recorded is not None:
             return bool(recorded)
+        if "prediction" in self.details and not self.model.spec.generic:
+            return True
         return "expected_divergence" in self.details or EXPECTED_FILE in self.files
 
     @property

@@ -265,6 +265,7 @@ def make_proof_golden(example_model: Path, example_samples: Path) -> "GoldenSet"
 def make_proof_calibration(path: Path, example_model: Path, golden: "GoldenSet") -> None:
     from calibrate.simulate.predict import predict
     from octet.artifacts.calibration import Calibration
+    from octet.artifacts.scenarios import ScenarioSet
     from octet.artifacts.serving_path import ServingPath
     from octet.model.checkpoint import Checkpoint
     from octet.recipe import Recipe
@@ -282,5 +283,6 @@ def make_proof_calibration(path: Path, example_model: Path, golden: "GoldenSet")
     make_calibration(path, example_model, recipe, scales=cache)
     scales = Calibration.load(path).scales
     predict(checkpoint, recipe, scales, golden, paths).save(path)
+    ScenarioSet(golden.weights_sha256, recipe.name, {}).save(path)  # beside every prediction
     golden.save(path)
     rewritten(path)

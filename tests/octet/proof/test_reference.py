@@ -128,8 +128,8 @@ def test_a_directory_that_is_no_artifact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "details",
-    [{"predicted": True}, {"expected_divergence": {}}],
-    ids=["recorded", "of release 0.2"],
+    [{"predicted": True}, {"expected_divergence": {}}, {"prediction": {"device": "cpu"}}],
+    ids=["recorded", "an export of release 0.2", "a calibration of release 0.2"],
 )
 def test_predictions_that_were_removed_with_their_entry(
     tmp_path: Path, identity: ModelIdentity, details: dict[str, Any]

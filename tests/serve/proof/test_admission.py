@@ -15,6 +15,7 @@ from serve.backends import connection as held
 from serve.backends import openai_http
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
+from serve.gateway import unproven
 from serve.gateway.status import status as status_of
 from serve.http.status_page import render
 from tests.fake_servers import FakeOpenAI, running
@@ -250,7 +251,9 @@ def _joined(events: list[str]) -> str:
     return "".join(choice["text"] for chunk in whole for choice in chunk.get("choices", ()))
 
 
-async def test_a_server_that_only_a_bound_speaks_for_is_weakly_proven(tmp_path: Path) -> None:
+async def test_a_server_that_only_a_bound_speaks_for_is_weakly_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It serves, and /status, its page and the metrics tell it from one that is proven."""
     proofs = write_proofs(tmp_path / "plain", scenarios=False)
     async with running(served()) as server, gateway(proofs, server) as client:
@@ -264,3 +267,8 @@ async def test_a_server_that_only_a_bound_speaks_for_is_weakly_proven(tmp_path: 
         assert client.metric("octet_backend_proof_state", **of) == 2.5
         page = render(status_of(client.gateway))
         assert "Ready, with problems" in page and "weakly proven" in page and WEAK in page
+        monkeypatch.setattr(unproven, "EVERY_S", 0.001)
+        warning = asyncio.create_task(unproven.keep_warning(client.gateway))
+        line = f"pool p: p-1 serves {WEAK}"
+        await until(lambda: line in [record.getMessage() for record in caplog.records])
+        warning.cancel()

@@ -15,6 +15,7 @@ from serve.engine.request import Delta, Event, GenerateRequest
 from serve.proof.admission import Examined, examine
 from serve.proof.golden_exam import GoldenExam
 from serve.proof.probe import Probed
+from serve.proof.recheck import Rounds
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import FakeRunner, fake_backend, opened
 from tests.serve.openai_clients import started
@@ -136,6 +137,9 @@ async def test_a_server_of_nan_is_refused_by_that_name(
             return await exam.probe(backend, records, concurrency=8, timeout_s=20.0)
 
         found: Examined = await examine(exam, backend, send, 0, "admit")
+        # So is one that was admitted without any and sends these in a later probe.
+        later = await Rounds(exam, backend, 0, ()).check(exam.parts(0, None)[0], send)
+        assert later.state == "refused" and later.outcome == "worse"
     assert found.state == "refused" and found.outcome == "worse", found.reason
     assert f"of 24 of 24 answers its numbers are no log-probabilities: {said}" in found.reason
     assert "weights or scales that are NaN" in found.reason

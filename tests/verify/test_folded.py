@@ -17,7 +17,7 @@ from octet.artifacts.manifest import Manifest
 from octet.artifacts.serving_path import ExpectedSet
 from octet.recipe import Recipe
 from octet.storage.tensors import TensorFile
-from tests.models import KNOWN, Tensors, rewrite_model, write_model
+from tests.models import KNOWN, scale_tensors, write_model
 from verify.artifact import verify
 from verify.next_tokens import add_divergence
 
@@ -54,15 +54,8 @@ def world(
     kind, settings = KNOWN[request.param]
     original = write_model(directory / "original", kind, **settings)
 
-    def change(tensors: Tensors) -> Tensors:
-        changed = dict(tensors)
-        for name in tensors:
-            for end, power in powers.items():
-                if f"layers.1.self_attn.{end}" in name:
-                    changed[name] = tensors[name].times_power(power)
-        return changed
-
-    model = rewrite_model(original, directory / "small", change)
+    scaled = {f"layers.1.self_attn.{part}": power for part, power in powers.items()}
+    model = scale_tensors(original, directory / "small", scaled)
     found = []
     for path in (original, model):
         out = directory / f"{path.name}-calibration"

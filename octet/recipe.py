@@ -149,7 +149,7 @@ class Recipe(BaseModel):
     def takes_from_samples(self) -> bool:
         """True if any scale depends on the samples: of static inputs, of NVFP4, of an E4M3 cache.
 
-        An E5M2 cache needs one only if a value exceeds its range.
+        An E5M2 cache has one only where it could not be folded into the weights.
         """
         inputs = (self.activations, *(override.activations for override in self.overrides))
         return self.kv_cache == "e4m3" or any(not x.dynamic or x.two_level for x in inputs)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +174,18 @@ def rewrite_model(
     before = json.loads((source / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(before | config))
     return out
+
+
+def scale_tensors(source: Path, out: Path, powers: Mapping[str, int]) -> Path:
+    """A copy of a checkpoint whose tensors are multiplied by powers of two.
+
+    `powers` are by parts of their names, such as "1.self_attn.k_proj" for weight and bias.
+    """
+
+    def change(tensors: Tensors) -> Tensors:
+        found = [
+            (name, power) for name in tensors for part, power in powers.items() if part in name
+        ]
+        return tensors | {name: tensors[name].times_power(power) for name, power in found}
+
+    return rewrite_model(source, out, change)

@@ -17,7 +17,7 @@ from octet.artifacts.manifest import Manifest
 from octet.artifacts.serving_path import ExpectedSet
 from octet.recipe import Recipe
 from octet.storage.tensors import TensorFile
-from tests.models import KNOWN, Tensors, rewrite_model, write_model
+from tests.models import KNOWN, scale_tensors, write_model
 from verify.artifact import verify
 from verify.next_tokens import add_divergence
 
@@ -54,15 +54,8 @@ def world(
     kind, settings = KNOWN[request.param]
     original = write_model(directory / "original", kind, **settings)
 
-    def change(tensors: Tensors) -> Tensors:
-        changed = dict(tensors)
-        for name in tensors:
-            for end, power in powers.items():
-                if f"layers.1.self_attn.{end}" in name:
-                    changed[name] = tensors[name].times_power(power)
-        return changed
-
-    model = rewrite_model(original, directory / "small", change)
+    scaled = {f"layers.1.self_attn.{part}": power for part, power in powers.items()}
+    model = scale_tensors(original, directory / "small", scaled)
     found = []
     for path in (original, model):
         out = directory / f"{path.name}-calibration"
@@ -167,3 +160,31 @@ def test_another_cache_and_format_keep_what_was_folded(world: World, tmp_path: P
     found = verify(tmp_path / "graph", model=world.model)
     add_divergence(found)
     assert found.problems == [] and found.divergence is not None and found.divergence.inside
+
+
+def test_a_layer_that_cannot_be_folded_keeps_its_scales_and_warns(
+    tiny_samples: Path, tmp_path: Path
+) -> None:
+    """Its norm makes q, k and v small: k_proj could grow only at the expense of q_proj."""
+    original = write_model(tmp_path / "original", "llama")
+    model = scale_tensors(original, tmp_path / "small", {"layers.1.input_layernorm": -30})
+    calibration = run(
+        Options(
+            model=model,
+            samples=tiny_samples,
+            out=tmp_path / "calibration",
+            recipe=FP8,
+            count=128,
+            dtype="float32",
+            predict=False,
+        )
+    )
+    assert calibration is not None and calibration.manifest.folds.keys() <= {"model.layers.1"}
+    assert "k" not in calibration.manifest.folds.get("model.layers.1", {})
+    reason = "K of layer 1 keeps its cache scale: model.layers.1.self_attn.q_proj.weight would be"
+    warnings = calibration.manifest.details["warnings"]
+    assert len([warning for warning in warnings if warning.startswith(reason)]) == 1
+    export_checkpoint(calibration.path, tmp_path / "out")
+    names = TensorFile.open(tmp_path / "out" / "model.safetensors").names
+    assert [x for x in names if x.endswith("k_scale")] == ["model.layers.1.self_attn.k_scale"]
+    assert verify(tmp_path / "out", calibration=calibration.path).problems == []

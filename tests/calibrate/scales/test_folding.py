@@ -20,7 +20,7 @@ from octet.model.folding import Folds, describe_folds
 from octet.numerics.bits import float32_to_bf16
 from octet.recipe import Recipe
 from octet.storage.tensors import Tensor
-from tests.models import GENERIC, KNOWN, Tensors, rewrite_model, write_model
+from tests.models import GENERIC, KNOWN, Tensors, rewrite_model, scale_tensors, write_model
 
 FOLDS: Folds = {"model.layers.0": {"k": 31, "v": -9}, "model.layers.1": {"v": 24}}
 ATTENTION = "model.layers.0.self_attn"
@@ -51,16 +51,6 @@ def test_folding_leaves_every_logit_bit_for_bit(
     assert torch.equal(logits(after, dtype), logits(before, dtype))
 
 
-def scaled(source: Path, out: Path, powers: dict[str, int]) -> Checkpoint:
-    """A copy whose tensors with these ends of their names are multiplied by powers of two."""
-
-    def change(tensors: Tensors) -> Tensors:
-        ends = [(name, power) for name in tensors for x, power in powers.items() if x in name]
-        return tensors | {name: tensors[name].times_power(power) for name, power in ends}
-
-    return Checkpoint.open(rewrite_model(source, out, change))
-
-
 SMALL = {
     # Keys and values of layer 0 that underflow E5M2, and queries and outputs that make up for it.
     "llama-biases": {
@@ -79,7 +69,7 @@ def test_a_cache_that_needs_scales_is_folded_until_it_needs_none(
 ) -> None:
     original = written(name, tmp_path)
     powers = {end: sign * power for end, power in SMALL[name].items()}
-    unusual = scaled(original.path, tmp_path / "scaled", powers)
+    unusual = Checkpoint.open(scale_tensors(original.path, tmp_path / "scaled", powers))
     assert torch.equal(logits(unusual, "float32"), logits(original, "float32"))
     seen = observe_checkpoint(unusual, [batch], dtype="float32", queries=True)
     found = find_folds(unusual, seen.histograms, seen.observations)
@@ -181,7 +171,7 @@ def test_a_weight_that_shares_its_scale_is_not_made_too_small(
     found = find_folds(checkpoint, **seen_keys(2.0**-20))
     assert not found.folds and "q_proj.weight would be 2^" in found.refused[0]
     small = {"0.self_attn.k_proj": -20, "0.self_attn.q_proj": 20}
-    unusual = scaled(checkpoint.path, tmp_path / "scaled", small)
+    unusual = Checkpoint.open(scale_tensors(checkpoint.path, tmp_path / "scaled", small))
     assert find_folds(unusual, **seen_keys(2.0**-20)).folds == {"model.layers.0": {"k": 24}}
 
 

@@ -75,13 +75,14 @@ def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
             found.append((f"Pool {name}", "may serve without a proof of its answers"))
         for one in pool["backends"]:
             # What a proof found is no reason why a backend is unreachable or ejected.
-            proof = one["proof"] if one["standing"] in ("refused", "unproven") else {}
+            proof = one["proof"]
+            why = proof if one["standing"] in ("refused", "unproven") else {}
             where = f"{name} / {one['name']}"
             if not one["up"]:
                 since = "" if one["out_for_s"] is None else f" for {_duration(one['out_for_s'])}"
-                cause = proof.get("cause") or proof.get("reason")
+                cause = why.get("cause") or why.get("reason")
                 cause = cause or one.get("last_error") or "see the log"
-                remedy = f"; {proof['remedy']}" if proof.get("remedy") else ""
+                remedy = f"; {why['remedy']}" if why.get("remedy") else ""
                 found.append((where, f"{_standing(one['standing'])}{since}: {cause}{remedy}"))
             elif proof["state"] == "weakly_proven" or proof.get("left_out"):
                 found.append((where, proof["reason"]))

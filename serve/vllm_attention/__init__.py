@@ -4,7 +4,6 @@ vLLM loads `register` in each of its processes, where Octet is installed beside 
 """
 
 import logging
-from importlib.metadata import version
 
 __all__ = ["register"]
 
@@ -16,10 +15,11 @@ logger = logging.getLogger("vllm.octet")  # vLLM shows the lines of its own logg
 def register() -> None:
     """Registers the backend as `CUSTOM`, unless this vLLM is another version or lacks CUDA."""
     import torch
+    import vllm  # its distribution may have another name
 
-    found = version("vllm")
     if torch.version.cuda is None:
         return
+    found: str = vllm.__version__
     if not found.startswith(TESTED):
         logger.info("Octet's E5M2 attention is not registered: vLLM %s is not %sx", found, TESTED)
         return

@@ -11,6 +11,12 @@ import torch
 from serve import vllm_attention
 
 
+def of_version(version: str) -> ModuleType:
+    vllm = ModuleType("vllm")
+    vllm.__version__ = version  # type: ignore[attr-defined]
+    return vllm
+
+
 def test_that_vllm_finds_the_entry_point() -> None:
     (entry,) = entry_points(group="vllm.general_plugins", name="octet")
     assert entry.load() is vllm_attention.register
@@ -18,7 +24,7 @@ def test_that_vllm_finds_the_entry_point() -> None:
 
 def test_that_a_build_without_cuda_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(vllm_attention, "version", lambda name: "0.24.0")
+    monkeypatch.setitem(sys.modules, "vllm", of_version("0.24.0"))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     vllm_attention.register()  # would raise ImportError
 
@@ -27,7 +33,7 @@ def test_that_another_version_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(vllm_attention, "version", lambda name: "0.31.0")
+    monkeypatch.setitem(sys.modules, "vllm", of_version("0.31.0"))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
     with caplog.at_level(logging.INFO, "vllm.octet"):
         vllm_attention.register()
@@ -48,7 +54,7 @@ def test_that_another_custom_backend_stays(monkeypatch: pytest.MonkeyPatch, take
     registry.AttentionBackendEnum = Backends  # type: ignore[attr-defined]
     registry.register_backend = lambda backend, path: found.append(path)  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(vllm_attention, "version", lambda name: "0.24.0")
+    monkeypatch.setitem(sys.modules, "vllm", of_version("0.24.0"))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
     vllm_attention.register()
     assert found == ([] if taken else ["serve.vllm_attention.backend.E5m2Backend"])

@@ -37,6 +37,6 @@ def test_a_cache_in_e5m2_shows_in_the_divergence(server: Server) -> None:
 
 
 def test_more_than_vllm_returns_is_said(server: Server) -> None:
-    with pytest.raises(UnsupportedError, match=r"30 a token.*--top-k") as caught:
+    with pytest.raises(UnsupportedError, match=r"return 30 log-probabilities.*--top-k") as caught:
         list(server.answers([(1, 2, 3)], 30))
     assert "\n" not in str(caught.value)

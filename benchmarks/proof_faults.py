@@ -229,7 +229,8 @@ def larger_norm(name: str, tensor: Tensor) -> Tensor:
 def lowest_bits(name: str, tensor: Tensor) -> Tensor:
     if f".layers.{LAYER}." not in name or tensor.dtype != "F8_E4M3":
         return tensor
-    return Tensor(tensor.dtype, tensor.codes ^ np.uint8(1))
+    largest = (tensor.codes & 0x7F) == 0x7E  # the next code is NaN
+    return Tensor(tensor.dtype, np.where(largest, tensor.codes, tensor.codes ^ np.uint8(1)))
 
 
 def flipped_bits() -> Change:

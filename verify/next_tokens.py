@@ -131,19 +131,11 @@ def written_weight(written: Written, module: str) -> NDArray[np.float32]:
 
 
 def written_scales(written: Written, spec: ModelSpec) -> dict[str, NDArray[np.float32]]:
-    """Returns the stored scales that a simulation reads, under a calibration's names.
-
-    They are those of activations, of the cache, and of weights per tensor, which engines fuse.
-    """
+    """Returns the stored scales of activations and of the cache, under a calibration's names."""
     found: dict[str, NDArray[np.float32]] = {}
     for linear in spec.linears():
         group = written.quantization.group_of(linear.name) if written.quantization else None
-        if group is None:
-            continue
-        if group.stored.granularity == "tensor":
-            value = written.values(f"{linear.name}.{group.stored.scale}").reshape(-1)[0]
-            found[f"{linear.name}.weight_scale"] = np.asarray(value, np.float32)
-        if group.stored.input_scale is None:
+        if group is None or group.stored.input_scale is None:
             continue
         value = written.values(f"{linear.name}.{group.stored.input_scale}").reshape(-1)[0]
         key = "input_global_scale" if group.stored.global_scale else "input_scale"

@@ -41,7 +41,7 @@ _SPREAD = 2.0**8
 
 @dataclass(frozen=True)
 class Folding:
-    """What to fold, and one line for each cache scale that stays because it cannot be folded."""
+    """The powers to fold, and a line for each cache scale that stays, with the reason."""
 
     folds: Folds
     refused: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ __all__ = ["Coverage", "coverage"]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What golden prompts examine, of all that there is."""
+    """How much of the vocabulary, the context and the experts the golden prompts examine."""
 
     ids: int  # token ids in the prompts
     vocabulary: int
@@ -23,7 +23,7 @@ class Coverage:
 
     @property
     def text(self) -> str:
-        """What is examined, for people."""
+        """The figures in words, for a verdict or a report."""
         parts = [
             f"{self.ids:,} of {self.vocabulary:,} token ids ({_percent(self.outside)} of held-out"
             " tokens are others)",

@@ -54,7 +54,7 @@ _REMEDY = "start vLLM with `--generation-config` and the artifact's directory"
 
 @dataclass(frozen=True)
 class Defaults:
-    """What the artifact says of what a request leaves out; None where it says nothing."""
+    """The artifact's values for settings that a request leaves out; None where it has none."""
 
     generation: dict[str, Any] | None = None
     tokenizer: Tokenizer | None = None

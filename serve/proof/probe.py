@@ -124,7 +124,7 @@ class Probed:
 
 @dataclass
 class ClientView:
-    """What clients get otherwise than the artifact says."""
+    """The differences between what clients get and the artifact."""
 
     tokenizer: str | None = None  # how its tokenizer differs: prompts become other tokens
     differences: list[str] = field(default_factory=list)  # cause and remedy, a line each

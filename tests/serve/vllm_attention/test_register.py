@@ -3,7 +3,7 @@
 import logging
 import sys
 from importlib.metadata import entry_points
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +11,8 @@ import torch
 from serve import vllm_attention
 
 
-def of_version(version: str) -> ModuleType:
-    vllm = ModuleType("vllm")
-    vllm.__version__ = version  # type: ignore[attr-defined]
-    return vllm
+def of_version(version: str) -> SimpleNamespace:
+    return SimpleNamespace(__version__=version)
 
 
 def test_that_vllm_finds_the_entry_point() -> None:
@@ -50,9 +48,9 @@ def test_that_another_custom_backend_stays(monkeypatch: pytest.MonkeyPatch, take
             def is_overridden() -> bool:
                 return taken
 
-    registry = ModuleType("registry")
-    registry.AttentionBackendEnum = Backends  # type: ignore[attr-defined]
-    registry.register_backend = lambda backend, path: found.append(path)  # type: ignore[attr-defined]
+    registry = SimpleNamespace(
+        AttentionBackendEnum=Backends, register_backend=lambda backend, path: found.append(path)
+    )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setitem(sys.modules, "vllm", of_version("0.24.0"))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)

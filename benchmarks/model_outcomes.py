@@ -341,7 +341,7 @@ def outcome_of(case: Case, out: Path, start_s: float) -> Row:
         if wrong is None and spent - start_s > 1 and not case.late:
             wrong = "late"
         return Row(case.name, kind, message=message, wrong=wrong, **fields)  # type: ignore[arg-type]
-    told = ("does not know", "tokenizer", "repeated", "samples are few")
+    told = ("does not know", "tokenizer", "are distinct", "samples are few")
     notes = [x for x in lines if x.startswith("warning: ") and any(word in x for word in told)]
     found = difference(case.model, GoldenSet.load(out))
     status, lines, _ = run("export", "checkpoint", out, "--out", out.with_suffix(".exported"))

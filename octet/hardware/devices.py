@@ -19,7 +19,7 @@ __all__ = ["Device", "Vendor", "devices", "find_device", "host_capability", "rea
 
 Vendor = Literal["nvidia", "amd", "intel", "cpu"]
 _MIB = 2**20
-_COMPUTE = re.compile(r"(?:sm_?)?(\d{1,2})\.?(\d)a?")
+_COMPUTE = re.compile(r"(?:computecapability|sm)?(\d{1,2})\.?(\d)a?")
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def find_device(name: str) -> Device:
     if found:
         return max(found, key=lambda pair: pair[0])[1]
     compact = wanted.replace(" ", "")
-    if re.fullmatch(r"gfx[0-9a-f]{3,4}", compact):
-        return Device(f"AMD {compact}", "amd", compact)
+    if match := re.fullmatch(r"(?:amd)?(gfx[0-9a-f]{3,4})", compact):
+        return Device(f"AMD {match[1]}", "amd", match[1])
     if match := _COMPUTE.fullmatch(compact):
         capability = f"{match[1]}.{match[2]}"
         return Device(f"compute capability {capability}", "nvidia", capability)
@@ -100,7 +100,9 @@ def read_table(name: str) -> Any:
 
 @cache
 def _table() -> tuple[tuple[Device, tuple[str, ...]], ...]:
-    return tuple((_device(row), tuple(row["names"])) for row in read_table("devices.yaml"))
+    return tuple(
+        (_device(row), (row["name"].lower(), *row["names"])) for row in read_table("devices.yaml")
+    )
 
 
 def _device(row: Mapping[str, Any]) -> Device:

@@ -201,6 +201,7 @@ def support(
     return found.pop() if len(found) == 1 else _agreed(found)
 
 
+@cache
 def numerics(
     device: Device,
     engine: EngineName,

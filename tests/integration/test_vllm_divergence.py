@@ -22,6 +22,7 @@ from export.checkpoint.write import CheckpointFormat, export_checkpoint
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenRecord, GoldenSet
 from octet.artifacts.serving_path import Expectation, ExpectedSet, ServingPath
+from octet.hardware.devices import find_device
 from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
@@ -112,7 +113,8 @@ def predicted(case: Case, checkpoint: Path, calibration: Calibration) -> Expecta
     """From the file in the export; of the original, computed now."""
     recipe = recipe_of(case)
     pair = (recipe.weights, recipe.activations) if case.recipe else None
-    path = vllm_path(pair, case.cache, "cpu", amx=AMX)
+    device = find_device("cpu-amx" if AMX else "cpu-avx512")
+    path = vllm_path(pair, case.cache, device, "0.32")
     if case.recipe:
         expected = ExpectedSet.load(checkpoint)
     else:

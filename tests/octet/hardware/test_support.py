@@ -143,11 +143,16 @@ def test_devices_are_found_by_a_drivers_name(name: str, found: str) -> None:
     assert find_device(name).name == found
 
 
+def test_every_device_is_found_by_its_own_name() -> None:
+    for device in (*devices(), find_device("8.7"), find_device("gfx1100")):
+        assert find_device(device.name) == device
+
+
 def test_an_unknown_gpu_is_judged_by_its_capability() -> None:
     orin = find_device("8.7")
     assert orin.memory is None and support(orin, "vllm", "0.24", "fp8", "float16").runs
     assert support(find_device("13.0"), "vllm", "0.24", "fp8", "float16").outcome == "unknown"
-    with pytest.raises(ConfigError, match="compute capability.*did you mean 'h100'"):
+    with pytest.raises(ConfigError, match=r"compute capability.*did you mean 'h100'"):
         find_device("h1000")
 
 

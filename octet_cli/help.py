@@ -65,6 +65,11 @@ EXAMPLES = {
         "octet bench Llama-3.2-1B checkpoint --tokenizer Llama-3.2-1B --load 16x1024x128",
         "octet bench http://a:8000 http://b:8000 --tokenizer Llama-3.2-1B --out runs",
     ),
+    "doctor": (
+        "octet doctor",
+        "octet doctor checkpoint --python /opt/vllm/bin/python",
+        "octet doctor --config gateway.yaml --json",
+    ),
     "prewarm": ("octet prewarm checkpoint --cache /var/cache/vllm",),
     "serve": (
         "octet serve onnx --port 8000",
@@ -84,6 +89,7 @@ _MEANT = {
     **dict.fromkeys(("build", "compile"), "build-engine"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("eval", "perplexity"), "evaluate"),
+    **dict.fromkeys(("diagnose", "preflight", "hardware"), "doctor"),
     **dict.fromkeys(("benchmark", "measure"), "bench"),
     **dict.fromkeys(("run", "start", "gateway"), "serve"),
     **dict.fromkeys(("key", "api-key"), "keys"),

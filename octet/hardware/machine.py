@@ -9,12 +9,15 @@ import json
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -185,22 +188,32 @@ def kernel_caches() -> dict[str, Path]:
 
 def _child(python: str, mode: str, seconds: float) -> dict[str, Any]:
     """Runs `inspect_child` and returns what it printed, or its problem."""
-    words = [python, inspect_child.__file__, mode]
+    with TemporaryFile() as out, TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                [python, inspect_child.__file__, mode],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(1.0)  # no longer: a driver may hold it
+            return {"problem": f"no answer within {seconds:g} s: the driver or torch hangs"}
+        except OSError as error:
+            return {"problem": f"cannot be run: {error.strerror}"}
+        out.seek(0)
+        err.seek(0)
+        lines = out.read().decode("utf-8", "replace").splitlines()
+        said = err.read().decode("utf-8", "replace").strip()
     try:
-        done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"problem": f"no answer within {seconds:.0f} s: the driver or torch hangs"}
-    except (OSError, ValueError, IndexError):
-        said = inspect_child.one_line(done.stderr) if "done" in locals() else "cannot be run"
-        return {"problem": said[-300:] or "it printed nothing"}
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (ValueError, IndexError):
+        last = said.splitlines()[-1] if said else "it printed nothing"
+        return {"problem": f"it does not run Octet's inspection: {last[:300]}"}
     return found
 
 

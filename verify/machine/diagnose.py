@@ -272,8 +272,6 @@ def _of_checks(machine: Machine) -> Iterator[Finding]:
             )
         elif check.problem and on == "cuda" and fp8:
             yield Finding(level="error", text=f"{check.name} failed: {check.problem}")
-        elif check.problem:
-            yield Finding(level="note", text=f"{check.name} does not run here: {check.problem}")
 
 
 def _of_folders(machine: Machine) -> Iterator[Finding]:

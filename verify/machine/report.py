@@ -23,6 +23,7 @@ _SHOWN = {
     "ModelOpt": ("nvidia-modelopt",),
     "SGLang": ("sglang",),
 }
+_CACHES = {"float16": "16-bit cache"}
 _LEVELS = ("error", "warning", "note")
 _STYLES = {"native": "green", "weight-only": "yellow", "emulated": "yellow", "unknown": "dim"}
 
@@ -95,12 +96,16 @@ def _table(rows: Sequence[Row]) -> Table:
         }
         remedy = next((row.remedy for row in same.values() if row.remedy), "")
         cells = [_cell(same[column]) for column in columns]
-        table.add_row(Text(f"{name} cache" if kind == "cache" else name), *cells, Text(remedy))
+        table.add_row(
+            Text(_CACHES.get(name, f"{name} cache") if kind == "cache" else name),
+            *cells,
+            Text(remedy),
+        )
     return table
 
 
 def _cell(row: Row) -> Text:
-    how = f"\n{row.how}" if row.how and row.outcome == "native" else ""
+    how = f" ({row.how})" if row.how and row.outcome == "native" else ""
     return Text(row.outcome + how, style=_STYLES.get(row.outcome, "red"))
 
 
@@ -118,4 +123,4 @@ def _verdict(diagnosis: Diagnosis) -> Text:
         return Text(f"{errors} {'thing does' if errors == 1 else 'things do'} not work", "red")
     if warnings:
         return Text(f"works, with {warnings} warning{'s' if warnings > 1 else ''}", "yellow")
-    return Text("all that was looked at works", "green")
+    return Text("nothing to repair", "green")

@@ -68,11 +68,9 @@ def judge_configuration(path: Path, machine: Machine) -> tuple[list[Target], lis
 
     Raises OctetError for a configuration that `octet serve` would refuse.
     """
-    from serve.check import check
     from serve.config.backends import EmbeddedConfig
     from serve.config.checks import load_config, pools_of
 
-    check(path)
     targets: list[Target] = []
     findings: list[Finding] = []
     for _name, _loc, pool in pools_of(load_config(path)):

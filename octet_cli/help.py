@@ -23,6 +23,7 @@ EXAMPLES = {
     "calibrate": (
         "octet calibrate Llama-3.2-1B --samples samples.jsonl --out calibration",
         "octet calibrate Llama-3.2-1B --samples samples.jsonl --recipe nvfp4 --kv e4m3 -o nvfp4",
+        "octet calibrate Qwen3-8B --samples s.jsonl --recipe auto --for h100,l40s,b200 -o shared",
         "octet calibrate Qwen3-8B --samples chats.parquet -o calibration --max-ppl-change 1%",
     ),
     "rescale": (

@@ -152,18 +152,18 @@ def from_kfd(root: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> dict[str
     """AMD's GPUs, as Linux's driver lists them: 90402 is gfx942."""
     found: list[dict[str, Any]] = []
     for node in sorted(root.glob("*"), key=lambda path: int(path.name)):
-        lines = (node / "properties").read_text().splitlines()
+        lines = (node / "properties").read_text("utf-8").splitlines()
         properties = dict(line.split(None, 1) for line in lines if " " in line)
         version = int(properties.get("gfx_target_version", "0"))
         if not version:
             continue  # the CPU
         target = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
         banks = (node / "mem_banks").glob("*/properties")
-        sizes = [re.search(r"size_in_bytes (\d+)", bank.read_text()) for bank in banks]
+        sizes = [re.search(r"size_in_bytes (\d+)", bank.read_text("utf-8")) for bank in banks]
         found.append(
             {
                 "index": len(found),
-                "name": (node / "name").read_text().strip() or target,
+                "name": (node / "name").read_text("utf-8").strip() or target,
                 "vendor": "amd",
                 "capability": target,
                 "memory": max((int(size[1]) for size in sizes if size), default=0),

@@ -28,7 +28,16 @@ from octet.hardware.cores import usable_cores
 from octet.hardware.devices import Device, Vendor, find_device, host_capability
 from octet.hardware.fp8_check import Fp8Check, compared
 
-__all__ = ["Environment", "Folder", "Gpu", "Machine", "Port", "inspect", "kernel_caches"]
+__all__ = [
+    "Environment",
+    "Folder",
+    "Gpu",
+    "Machine",
+    "Port",
+    "inspect",
+    "kernel_caches",
+    "local_devices",
+]
 
 _GPUS_S, _PYTHON_S = 25.0, 90.0  # time limits; torch's first import on a cold disk takes long
 _CACHES = {
@@ -174,6 +183,16 @@ def inspect(
         ),
         ports=tuple(Port(number=port, problem=_port_problem(port)) for port in ports),
     )
+
+
+def local_devices() -> tuple[Device, ...]:
+    """Returns the kinds of GPUs of this machine, each once; its CPU if it has none."""
+    gpus = [
+        Gpu.model_validate(gpu) for gpu in _child(sys.executable, "gpus", _GPUS_S).get("gpus", ())
+    ]
+    if not gpus:
+        return (find_device(host_capability(_cpu()[1])),)
+    return tuple(dict.fromkeys(gpu.device for gpu in gpus))
 
 
 def kernel_caches() -> dict[str, Path]:

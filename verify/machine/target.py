@@ -45,8 +45,13 @@ class _Artifact:
     command: str = ""
 
 
-def judge_artifact(path: Path, machine: Machine) -> tuple[list[Target], list[Finding]]:
-    """Judges an artifact, or an unquantized checkpoint; raises OctetError if it cannot be read."""
+def judge_artifact(
+    path: Path, machine: Machine, *, elsewhere: bool = False
+) -> tuple[list[Target], list[Finding]]:
+    """Judges an artifact, or an unquantized checkpoint; raises OctetError if it cannot be read.
+
+    `elsewhere`: another machine serves it, so that nothing needs to be installed here.
+    """
     artifact = _read(path)
     found = [
         (device, _support(artifact, device, serving, machine), serving)
@@ -60,6 +65,12 @@ def judge_artifact(path: Path, machine: Machine) -> tuple[list[Target], list[Fin
         return [], [Finding(level="error", text=text, remedy=remedy)]
     targets = [_target(artifact, device, answer, each) for device, answer, each in found]
     findings = [finding for target in targets for finding in _of_target(target)]
+    if found[0][2].assumed and not elsewhere:
+        text = (
+            f"{path}: vLLM, which serves it, is not installed in {machine.environment.executable}"
+        )
+        remedy = "name the Python that has it with --python PATH"
+        findings.insert(0, Finding(level="error", text=text, remedy=remedy))
     return targets, [*findings, *_of_memory(artifact, machine)]
 
 
@@ -82,7 +93,7 @@ def judge_configuration(path: Path, machine: Machine) -> tuple[list[Target], lis
             directories.append((proof.golden, find_device(proof.device)))
         for directory, device in directories:
             there = machine if device is None else _machine_with(machine, device)
-            more = judge_artifact(directory, there)
+            more = judge_artifact(directory, there, elsewhere=device is not None)
             targets += more[0]
             findings += more[1]
     return targets, findings

@@ -59,7 +59,5 @@ def test_in_full_precision_the_cache_alone_is_rounded() -> None:
 
 
 def test_what_is_refused_has_no_path() -> None:
-    with pytest.raises(
-        UnsupportedError, match="T4, fp8:channel/token weights, e5m2"
-    ):
+    with pytest.raises(UnsupportedError, match="T4, fp8:channel/token weights, e5m2"):
         path_of("fp8", "e5m2", ("t4", "0.24.0"))

@@ -159,6 +159,14 @@ def test_whether_an_export_runs(
         assert "attention by FLASHINFER" in targets[0].sentence
 
 
+def test_an_export_needs_vllm(checkpoints: dict[str, Path]) -> None:
+    environment = stack("l40s").environment.model_copy(update={"packages": {}})
+    targets, findings = judge_artifact(checkpoints["fp8"], stack("l40s", environment=environment))
+    assert targets[0].engine == "vllm (not installed: as 0.33)" and targets[0].runs
+    assert "vLLM, which serves it, is not installed in /opt/vllm/bin" in findings[0].text
+    assert findings[0].level == "error" and "--python PATH" in findings[0].remedy
+
+
 def test_weights_that_do_not_fit(checkpoints: dict[str, Path]) -> None:
     small = stack("l40s").gpus[0].model_copy(update={"memory": 2**16})
     _, findings = judge_artifact(checkpoints["fp8"], stack("l40s", gpus=(small,)))

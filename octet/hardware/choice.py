@@ -75,7 +75,7 @@ class Choice:
     reason: str
 
     def details(self) -> dict[str, Any]:
-        """Returns what an artifact records of it."""
+        """Returns the facts that an artifact records."""
         return {"for": list(self.devices), "reason": self.reason}
 
 

@@ -18,7 +18,7 @@ _RESULT, _SUM = 2.0**-8, 2.0**-11
 
 
 class Fp8Check(BaseModel):
-    """How many values were compared, how many differ, or why nothing was computed."""
+    """A comparison: the number of values, of those that differ, or why nothing was computed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -149,7 +149,7 @@ def from_nvidia_smi() -> dict[str, Any]:
 
 
 def from_kfd(root: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> dict[str, Any]:
-    """AMD's GPUs, as Linux's driver lists them: 90402 is gfx942."""
+    """Reads AMD's GPUs from the topology of Linux's driver, in which 90402 is gfx942."""
     found: list[dict[str, Any]] = []
     for node in sorted(root.glob("*"), key=lambda path: int(path.name)):
         lines = (node / "properties").read_text("utf-8").splitlines()
@@ -224,7 +224,7 @@ def with_torch() -> dict[str, Any]:
 
 
 def codes(count: int, seed: int) -> list[int]:
-    """E4M3 codes from a linear congruential generator, without NaN (0x7F, 0xFF)."""
+    """Returns E4M3 codes from a linear congruential generator, without NaN (0x7F, 0xFF)."""
     found: list[int] = []
     state = seed
     for _ in range(count):

@@ -52,7 +52,7 @@ Rounding = Literal["nearest", "truncate"]
 
 
 class _Conditions(BaseModel):
-    """Where a rule holds; a condition that is None holds everywhere."""
+    """Conditions of a rule; one that is None holds everywhere."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -130,7 +130,7 @@ class _Query:
 
 @dataclass(frozen=True)
 class Support:
-    """What an engine does with a recipe and a cache on a device."""
+    """An answer: the outcomes, how matmuls and the cache round, the remedy, and the sources."""
 
     outcome: Outcome  # the worse one of the next two
     weights: Outcome
@@ -152,7 +152,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Numerics:
-    """How an engine rounds: inputs of linears, the cache when written, queries."""
+    """A way of rounding: the inputs of linears, the cache when it is written, queries."""
 
     activations: bool
     rounding: Rounding

@@ -25,7 +25,7 @@ class Finding(_Facts):
 
 
 class Row(_Facts):
-    """What one engine does with a recipe's weights, or with a cache, on one kind of device."""
+    """An engine's outcome for a recipe's weights, or for a cache, on one kind of device."""
 
     device: str
     engine: str  # and its version
@@ -39,7 +39,7 @@ class Row(_Facts):
 
 
 class Target(_Facts):
-    """Whether an artifact runs here, and how."""
+    """The verdict on an artifact: how it runs here, or why it does not."""
 
     path: str
     device: str
@@ -57,7 +57,7 @@ class Target(_Facts):
 
 
 class Diagnosis(_Facts):
-    """All of it; `exit_code` is 1 if anything does not work as wanted."""
+    """The whole report; `exit_code` is 1 if anything does not work as wanted."""
 
     rows: tuple[Row, ...] = ()
     findings: tuple[Finding, ...] = ()

@@ -32,7 +32,7 @@ _SAID = {
 
 @dataclass(frozen=True)
 class _Artifact:
-    """What matters of an artifact: how it is served, and the bytes of its weights."""
+    """An artifact as far as a machine matters: its engine, formats, and bytes of weights."""
 
     path: Path
     engine: EngineName

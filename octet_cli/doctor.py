@@ -42,6 +42,7 @@ def doctor(
         raise ConfigError("--python is for this machine, and --recorded for another one")
     from octet.hardware.machine import Machine, inspect
     from verify.machine.diagnose import diagnose
+    from verify.machine.diagnosis import Finding, Target
     from verify.machine.target import judge_artifact, judge_configuration, ports_of
 
     ports = ports_of(config) if config is not None else []
@@ -51,7 +52,8 @@ def doctor(
         else Machine.load(recorded)
     )
     found = diagnose(machine, wanted_ports=ports)
-    targets, more = [], []
+    targets: list[Target] = []
+    more: list[Finding] = []
     if artifact is not None:
         targets, more = judge_artifact(artifact, machine)
     elif config is not None:

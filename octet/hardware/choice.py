@@ -33,7 +33,7 @@ _ABOUT = {
     "e5m2": "8 bits, the wider: 2 bits of mantissa, up to 57,344",
     "float16": "16 bits: exact, and half the tokens",
 }
-_LABELS = {"e4m3": "E4M3", "e5m2": "E5M2", "float16": "16-bit"}
+_LABELS: dict[KvCacheDtype, str] = {"e4m3": "E4M3", "e5m2": "E5M2", "float16": "16-bit"}
 _CACHES: tuple[KvCacheDtype, ...] = ("e4m3", "e5m2", "float16")
 
 
@@ -99,8 +99,9 @@ def choose(
     worst = max(recipe.outcomes, key=OUTCOMES.index)
     how = {"native": "natively"}.get(worst, worst if len(names) == 1 else f"at worst {worst}")
     wanted = "the fewest bits" if small else "the most exact"
-    kv_cache = cache or next(each for each in _CACHES if each == best.name)
-    why = {
+    runs_best = next(each for each in _CACHES if each == best.name)
+    kv_cache = runs_best if cache is None else cache
+    why: dict[KvCacheDtype, str] = {
         "e4m3": "holds as many tokens as E5M2 and is more exact",
         "e5m2": "E4M3 does not run on all of them; E5M2 holds as many tokens and is less exact",
         "float16": "no 8-bit cache is known to run on all of them",

@@ -85,7 +85,7 @@ def judge_configuration(path: Path, machine: Machine) -> tuple[list[Target], lis
     targets: list[Target] = []
     findings: list[Finding] = []
     for _name, _loc, pool in pools_of(load_config(path)):
-        directories = [
+        directories: list[tuple[Path, Device | None]] = [
             (backend.path, None) for backend in pool.backends if isinstance(backend, EmbeddedConfig)
         ]
         proof = pool.proof

@@ -47,10 +47,10 @@ def test_the_cpu_truncates_fp8_caches_alone() -> None:
         assert path.kv_rounding == rounding and path.activations
 
 
-def test_amx_decodes_weights_that_are_not_per_channel() -> None:
+def test_amx_decodes_weights_in_blocks() -> None:
     assert path_of("fp8", "e5m2", AMX).activations
-    assert not path_of("fp8-static", "e5m2", AMX).activations
     assert not path_of("fp8-block", "e5m2", AMX).activations
+    assert not path_of("fp8", "e5m2", ("cpu-amx", "0.33.0")).activations
 
 
 def test_in_full_precision_the_cache_alone_is_rounded() -> None:
@@ -59,5 +59,7 @@ def test_in_full_precision_the_cache_alone_is_rounded() -> None:
 
 
 def test_what_is_refused_has_no_path() -> None:
+    with pytest.raises(UnsupportedError, match="static_scaled_fp8_quant"):
+        path_of("fp8-static", "e5m2", AMX)
     with pytest.raises(UnsupportedError, match="T4, fp8:channel/token weights, e5m2"):
         path_of("fp8", "e5m2", ("t4", "0.24.0"))

@@ -152,9 +152,7 @@ class Machine(_Facts):
             ) from None
 
 
-def inspect(
-    *, python: Path | None = None, ports: Sequence[int] = (8000,), folders: Sequence[Path] = ()
-) -> Machine:
+def inspect(*, python: Path | None = None, ports: Sequence[int] = (8000,)) -> Machine:
     """Inspects this machine, the environment of `python` (default: this one) and `ports`.
 
     Raises ConfigError if `python` is no program.
@@ -177,10 +175,7 @@ def inspect(
         gpus=tuple(Gpu.model_validate(gpu) for gpu in gpus.get("gpus", ())),
         gpu_problem=gpus.get("problem", ""),
         environment=_environment(executable, environment),
-        folders=(
-            *(_folder(f"{name} kernels", path) for name, path in kernel_caches().items()),
-            *(_folder("artifact", path) for path in folders),
-        ),
+        folders=tuple(_folder(f"{name} kernels", path) for name, path in kernel_caches().items()),
         ports=tuple(Port(number=port, problem=_port_problem(port)) for port in ports),
     )
 

@@ -34,7 +34,7 @@ from verify.machine.diagnosis import Row
 CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
 KERNEL = re.compile(r"(?:Selected|Using) (\w*(?:Kernel|Marlin)\w*)")
 ATTENTION = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend")
-FAILED = re.compile(r"(\w*(?:Error|Exception)\b: .*)$", re.MULTILINE)
+FAILED = re.compile(r"\bERROR\b.*?\b(\w*(?:Error|Exception): .*)$", re.MULTILINE)
 # Parts of the names of kernels that decode weights and leave activations as they are.
 WEIGHT_ONLY = ("Marlin", "CPUFp8Block", "CPUFp8PerTensor", "CPUFp8ChannelWise")
 

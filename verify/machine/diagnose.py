@@ -225,6 +225,13 @@ def _of_packages(machine: Machine) -> Iterator[Finding]:
             text=f"vLLM is not installed in {where}",
             remedy="name the Python that has it with --python PATH",
         )
+    elif environment.torch_cuda and not machine.gpus and not machine.gpu_problem:
+        yield Finding(
+            level="error",
+            text=f"vLLM {version} is built for CUDA {environment.torch_cuda}, and there is no GPU:"
+            " it does not start",
+            remedy="install vLLM's CPU build, or serve the ONNX export with octet serve",
+        )
     elif not version_known("vllm", version):
         known = known_versions("vllm")
         yield Finding(

@@ -105,6 +105,11 @@ def test_a_gpu_that_is_broken_hot_or_silent() -> None:
     assert "the GPUs do not answer: nvidia-smi" in next(iter(silent.of("error"))).text
 
 
+def test_a_build_for_gpus_without_one() -> None:
+    (finding,) = diagnose(stack("l40s", gpus=())).findings
+    assert finding.level == "error" and "CUDA 13.0, and there is no GPU" in finding.text
+
+
 def test_ports_disks_and_codecs() -> None:
     machine = stack("l40s")
     taken = machine.ports[0].model_copy(update={"problem": "in use"})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verify.evaluation.scores import Evaluation
     from verify.evaluation.target import ServedTarget
 
-__all__ = ["TOP_K", "evaluate", "note", "require_room", "standard_output"]
+__all__ = ["TOP_K", "evaluate", "note", "require_page", "require_room", "standard_output"]
 
 _PIPE = 200  # columns of a table that is written to a pipe
 TOP_K = 20  # the most that vLLM returns by default
@@ -131,14 +131,17 @@ def require_room(out: Path | None, html: Path | None) -> None:
     """Raises ConfigError if --out or --html cannot be written; called before hours of work."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; give a directory, in which answers are kept")
-    if html is None:
-        return
-    if html.is_dir():
-        raise ConfigError(f"--html {html}: is a directory; give the page's own path")
-    if not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
-    if find_spec("plotly") is None:
+    require_page(html)
+    if html is not None and find_spec("plotly") is None:
         raise ConfigError("--html needs plotly: pip install 'octet-llm[evaluate]'")
+
+
+def require_page(html: Path | None) -> None:
+    """Raises ConfigError if --html cannot be written."""
+    if html is not None and html.is_dir():
+        raise ConfigError(f"--html {html}: is a directory; give the page's own path")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
 
 
 def _tasks(

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from octet.plan.sizes import Sizes
 from octet.recipe import KvCacheDtype
 
-__all__ = ["BLOCK", "UTILIZATION", "Engine", "Memory", "default_batched_tokens", "divide"]
+__all__ = [
+    "BLOCK",
+    "UTILIZATION",
+    "Engine",
+    "Memory",
+    "default_batched_tokens",
+    "divide",
+    "usable_memory",
+]
 
 BLOCK = 16  # tokens of a block, with FlashAttention and FlashInfer
 UTILIZATION = 0.92  # vLLM's default
@@ -27,6 +35,7 @@ _SECOND_RUNNER = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 # Bytes of each logit while it samples. First runner: BF16, FP32, probabilities and noise. Second:
 # BF16 and FP32.
 _LOGIT_BYTES = {False: 14, True: 6}
+_DRIVER = 512 << 20
 # What the trial run allocates outside of torch: CUDA modules and libraries.
 _OTHER = 600 << 20
 # Its CUDA graphs, of up to 86 batch sizes.
@@ -63,6 +72,14 @@ class Memory:
     def tokens(self) -> int:
         """The tokens that the cache holds."""
         return BLOCK * self.blocks
+
+
+def usable_memory(memory: int) -> int:
+    """Returns the bytes that CUDA offers of a GPU's `memory`, as nvidia-smi or a data sheet has it.
+
+    The driver keeps 0.4 to 0.7 GiB: 79.65 GiB of an H100 are 79.2, 140.4 GiB of an H200 are 139.8.
+    """
+    return memory - _DRIVER
 
 
 def default_batched_tokens(memory: int, name: str) -> int:

@@ -17,6 +17,7 @@ from octet.recipe import KvCacheDtype
 
 __all__ = [
     "BLOCK",
+    "GIB",
     "UTILIZATION",
     "Engine",
     "Memory",

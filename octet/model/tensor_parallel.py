@@ -5,12 +5,14 @@ heads than GPUs, each KV head is on several of them.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 from octet.model.spec import Linear, ModelSpec
-from octet.recipe import BLOCK, Recipe
+from octet.recipe import BLOCK, Recipe, TensorScheme
 
-__all__ = ["DEGREES", "columns_of", "groups_by_input", "problem_of", "rows_of"]
+__all__ = ["DEGREES", "Schemes", "columns_of", "groups_by_input", "problem_of", "rows_of"]
 
+Schemes = tuple[TensorScheme, TensorScheme] | None  # None: full precision
 DEGREES = (1, 2, 4, 8, 16, 32)
 _BY_COLUMNS = ("o_proj", "down_proj", "w2")
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
@@ -66,17 +68,26 @@ def _problems(spec: ModelSpec, recipe: Recipe | None, degree: int) -> Iterator[s
         yield f"{spec.heads} attention heads do not divide"
     if max(spec.kv_heads, degree) % min(spec.kv_heads, degree):
         yield f"{spec.kv_heads} KV heads do not divide, nor are they a divisor of it"
-    for group in groups_by_input(spec.linears()):
+    for group, schemes in _groups(spec, recipe):
         for linear in group:
-            yield from _of_linear(spec, recipe, linear, degree)
-        schemes = None if recipe is None else recipe.scheme_of(group[0].name)
+            yield from _of_linear(spec, schemes, linear, degree)
         if schemes is not None and schemes[0].granularity == "block":
             yield from _of_blocks(spec, group, degree)
 
 
-def _of_linear(
-    spec: ModelSpec, recipe: Recipe | None, linear: Linear, degree: int
-) -> Iterator[str]:
+@lru_cache(maxsize=8)
+def _groups(spec: ModelSpec, recipe: Recipe | None) -> list[tuple[list[Linear], Schemes]]:
+    """Returns the groups by input with their schemes; of those that are alike, the first."""
+    found: dict[object, tuple[list[Linear], Schemes]] = {}
+    for group in groups_by_input(spec.linears()):
+        schemes = None if recipe is None else recipe.scheme_of(group[0].name)
+        names = [(x.name.rpartition(".")[2], ".experts." in x.name) for x in group]
+        sizes = [(x.out_features, x.in_features) for x in group]
+        found.setdefault((*names, *sizes, schemes), (group, schemes))
+    return list(found.values())
+
+
+def _of_linear(spec: ModelSpec, schemes: Schemes, linear: Linear, degree: int) -> Iterator[str]:
     """Yields problems of a shard that does not have whole rows, columns and groups of inputs."""
     for part in rows_of(spec, linear, degree):
         if part is None:
@@ -85,7 +96,7 @@ def _of_linear(
     if columns is None:
         yield f"{linear.name} has {linear.in_features} inputs, which do not divide"
         return
-    for scheme in (recipe and recipe.scheme_of(linear.name)) or ():
+    for scheme in schemes or ():
         if scheme.group_size is not None and columns % scheme.group_size:
             yield (
                 f"{linear.name} has {columns} inputs{_each(degree)}, no multiple of"

@@ -69,7 +69,7 @@ def _label(group: Sequence[Row]) -> str:
 
 def _memory_plot(plan: Plan, rows: Sequence[Sequence[Row]]) -> str:
     """Draws for each row: weights, activations and others, cache needed, cache to spare."""
-    names = ("weights", "activations, graphs, other", "cache needed", "cache to spare")
+    names = ("weights", "activations, other", "cache needed", "cache to spare")
     blocks = -(-plan.goal.context // BLOCK) * plan.goal.concurrency
     bars, most = [], plan.usable_bytes / GIB
     for group in rows:

@@ -182,10 +182,21 @@ def make_plan(model: Model, goal: Goal, measurements: Sequence[Measurement] = ()
             if isinstance(found, Row):
                 rows.append(found)
             else:
-                left_out.append(f"{_name(recipe)} with a cache of {kv_cache}: {found}")
+                text = f"{_name(recipe)} with a cache of {kv_cache}: {found.reason}"
+                left_out.append(replace(found, reason=text))
     if not rows:
-        raise ConfigError(f"{model.name} on {goal.device.name}: {left_out[-1]}")
-    return Plan(model.name, goal, usable_memory(goal.device.memory), tuple(rows), tuple(left_out))
+        nearest = max(left_out, key=lambda one: one.tokens)
+        raise ConfigError(f"{model.name} on {goal.device.name}: {nearest.reason}")
+    reasons = tuple(one.reason for one in left_out)
+    return Plan(model.name, goal, usable_memory(goal.device.memory), tuple(rows), reasons)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """Why a combination has no row, and the tokens that its cache would hold."""
+
+    reason: str
+    tokens: int = -1
 
 
 def _row(
@@ -194,13 +205,13 @@ def _row(
     kv_cache: KvCacheDtype,
     goal: Goal,
     measurements: Sequence[Measurement],
-) -> Row | str:
+) -> Row | _LeftOut:
     """Returns a row, or why there is none."""
     assert goal.device.memory is not None
     memory = usable_memory(goal.device.memory)
     found = support(goal.device, "vllm", VLLM, sizes.recipe, kv_cache)
     if found.outcome in ("refused", "corrupt"):
-        return f"vLLM {VLLM}: {found.outcome}: {found.message or found.remedy}"
+        return _LeftOut(f"vLLM {VLLM}: {found.outcome}: {found.message or found.remedy}")
     batched = default_batched_tokens(goal.device.memory, goal.device.name)
     batched = max(batched, goal.concurrency)
     problem, short = None, None
@@ -234,8 +245,8 @@ def _row(
             flags=_flags(goal, kv_cache, engine),
         )
     if short is None:
-        return problem or "no number of GPUs up to 8 can share it"
-    return _too_large(sizes, short, memory, goal)
+        return _LeftOut(problem or "no number of GPUs up to 8 can share it")
+    return _LeftOut(_too_large(sizes, short, memory, goal), short[1].tokens)
 
 
 def _needed(context: int) -> int:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from octet.model.spec import Linear, ModelSpec
-from octet.model.tensor_parallel import columns_of, rows_of
+from octet.model.tensor_parallel import Schemes, columns_of, rows_of
 from octet.numerics.scaling import Granularity
-from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+from octet.recipe import KvCacheDtype, Recipe
 
 __all__ = ["CACHE_BYTES", "Sizes", "stored_tensors"]
 
@@ -21,7 +21,6 @@ CACHE_BYTES = {"float16": 2, "e4m3": 1, "e5m2": 1}  # of a value in the KV cache
 _FLOAT32 = 4
 _PADDED_VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of this
 
-Schemes = tuple[TensorScheme, TensorScheme] | None
 Shape = tuple[int, ...]
 
 
@@ -81,13 +80,20 @@ class Sizes:
                     yield f"{self.spec.layer(index)}.self_attn.{which}_scale", (1,), _FLOAT32
 
     def checkpoint_bytes(self, kv_cache: KvCacheDtype, width: int = 2) -> int:
-        """Returns the bytes of all tensors of the checkpoint, without the headers of its files."""
-        return sum(math.prod(shape) * size for _, shape, size in self.tensors(kv_cache, width))
+        """Returns the bytes of all `tensors` together."""
+        scales = 3 * self.spec.layers if kv_cache == "e4m3" and self.recipe is not None else 0
+        tables = (1 if self.spec.tied_embeddings else 2) * self.spec.vocab_size
+        rest = self._copied + tables * self.spec.hidden_size
+        linears = sum(
+            count * self._linear_bytes(linear, schemes, 1, width)
+            for (linear, schemes), count in self._kinds.items()
+        )
+        return linears + width * rest + _FLOAT32 * scales
 
     @property
     def parameters(self) -> int:
         """The parameters of the unquantized model."""
-        return sum(math.prod(shape) for _, shape, _ in Sizes(self.spec, None).tensors("float16"))
+        return Sizes(self.spec, None).checkpoint_bytes("float16", 1)
 
     def gpu_bytes(self, degree: int) -> int:
         """Returns the bytes of weights on each of `degree` GPUs in vLLM, and of its RoPE table.
@@ -153,11 +159,11 @@ class Sizes:
             found[first.setdefault((kind, schemes), (linear, schemes))] += 1
         return found
 
-    def _linear_bytes(self, linear: Linear, schemes: Schemes, degree: int) -> int:
+    def _linear_bytes(self, linear: Linear, schemes: Schemes, degree: int, width: int = 2) -> int:
         rows = sum(part or 0 for part in rows_of(self.spec, linear, degree))
         columns = columns_of(linear, degree) or 0
-        tensors = stored_tensors(rows, columns, schemes, 2)
-        bias = 2 * rows if self.spec.has_bias(linear) else 0
+        tensors = stored_tensors(rows, columns, schemes, width)
+        bias = width * rows if self.spec.has_bias(linear) else 0
         return sum(math.prod(shape) * size for _, shape, size in tensors) + bias
 
     def _other_elements(self, degree: int) -> int:

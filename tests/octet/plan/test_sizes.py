@@ -13,6 +13,7 @@ from octet.recipe import PRESETS, KvCacheDtype, Recipe
 from octet.storage.tensors import TensorFile
 from tests.export.conftest import make_calibration
 from tests.models import write_model
+from tests.octet.plan.shapes import LLAMA_8B, LLAMA_70B, QWEN3_MOE, spec_of
 
 # Whole groups of 32 and blocks of 128, so that every recipe can be exported.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
@@ -55,3 +56,35 @@ def test_every_tensor_has_the_bytes_that_an_export_writes(
     planned = {n: math.prod(shape) * size for n, shape, size in sizes.tensors(kv_cache, width)}
     assert planned == written
     assert sizes.checkpoint_bytes(kv_cache, width) == sum(written.values())
+
+
+def test_one_gpu_holds_the_checkpoint_and_the_table_of_rope() -> None:
+    sizes = Sizes(spec_of(LLAMA_8B), Recipe.load("fp8"))
+    table = 2 * 131072 * 128
+    assert sizes.gpu_bytes(1) == sizes.checkpoint_bytes("e5m2") + table
+    assert sizes.parameters == 8_030_261_248  # as published
+
+
+@pytest.mark.parametrize("config", [LLAMA_8B, LLAMA_70B, QWEN3_MOE], ids=["8b", "70b", "moe"])
+@pytest.mark.parametrize("recipe", [None, "fp8", "nvfp4"])
+def test_shards_hold_everything_once_but_what_each_gpu_needs(
+    config: dict[str, Any], recipe: str | None
+) -> None:
+    """Norms, routers, RoPE's table and the scales of o and down are on every GPU: little."""
+    sizes = Sizes(spec_of(config), recipe and Recipe.load(recipe))
+    whole = sizes.gpu_bytes(1)
+    for degree in (2, 4):
+        assert whole < degree * sizes.gpu_bytes(degree) < 1.02 * whole
+
+
+def test_kv_heads_are_copied_where_there_are_more_gpus() -> None:
+    sizes = Sizes(spec_of(QWEN3_MOE), None)
+    assert sizes.cache_bytes("e4m3", 1) == 48 * 2 * 4 * 128
+    assert sizes.cache_bytes("float16", 8) == 2 * sizes.cache_bytes("e4m3", 4)
+
+
+def test_few_tokens_read_few_experts() -> None:
+    sizes = Sizes(spec_of(QWEN3_MOE), None)
+    one, all_of_them = sizes.read_bytes(1, 1), sizes.read_bytes(1, 10_000)
+    assert one / 2 == pytest.approx(3.0e9, rel=0.05)  # the 3 billion active parameters
+    assert all_of_them == pytest.approx(2 * (sizes.parameters - 151936 * 2048))

@@ -43,14 +43,17 @@ class Limit:
     value: float
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parses "kl=0.005" (nats) or "ppl=1%"; raises ConfigError for anything else."""
-        metric, equals, value = text.replace(" ", "").partition("=")
+    def parse(cls, text: str, what: str = "budget") -> Self:
+        """Parses "kl=0.005" (nats) or "ppl=1%", also with a colon.
+
+        Raises ConfigError for anything else; `what` names the option in its message.
+        """
+        metric, equals, value = text.replace(" ", "").replace(":", "=").partition("=")
         if metric not in ("kl", "ppl") or not equals:
-            raise ConfigError(f"budget '{text}': write kl=0.005 (nats a token) or ppl=1%")
+            raise ConfigError(f"{what} '{text}': write kl=0.005 (nats a token) or ppl=1%")
         if metric == "kl":
-            return cls.of_kl(value, f"budget '{text}': kl", "kl=0.005")
-        return cls.of_perplexity(value, f"budget '{text}': ppl", "ppl=1%")
+            return cls.of_kl(value, f"{what} '{text}': kl", "kl=0.005")
+        return cls.of_perplexity(value, f"{what} '{text}': ppl", "ppl=1%")
 
     @classmethod
     def of_kl(cls, text: str, where: str, example: str) -> Self:

@@ -93,7 +93,7 @@ def _memory(rows: list[list[Row]]) -> Table:
         "longest\ncontext": lambda row: f"{row.longest_context:,}",
         "largest\nbatch": lambda row: f"{row.largest_batch:,}",
     }
-    return _table("of each GPU", rows, columns)
+    return _table("each GPU", rows, columns)
 
 
 def _speed(rows: list[list[Row]]) -> Table:
@@ -106,7 +106,7 @@ def _speed(rows: list[list[Row]]) -> Table:
     }
     if any(row.cost is not None for group in rows for row in group):
         columns["$ a million\noutput tokens"] = cost_of
-    return _table("of all GPUs", rows, columns)
+    return _table("all GPUs", rows, columns)
 
 
 def _table(title: str, rows: list[list[Row]], columns: dict[str, Callable[[Row], str]]) -> Table:

@@ -134,6 +134,17 @@ def export_triton(
         bool, typer.Option("--all", help="Every entry that can be written here.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="The name of the model.")] = None,
+    instances: Annotated[
+        int | None, typer.Option(min=1, help="Instances on each device (default: 1).")
+    ] = None,
+    queue_delay: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="US", help="Microseconds a step may wait for others."),
+    ] = None,
+    preferred_batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Batch size that Triton should wait for; may be repeated."),
+    ] = None,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
     model: ModelOption = None,
@@ -143,10 +154,14 @@ def export_triton(
     """An entry of a Triton model repository, or all of them."""
     if every and backend is not None:
         raise ConfigError("--all writes the entries of every backend: leave --backend out")
+    tuned = (instances, queue_delay, preferred_batch)
+    if every and any(given is not None for given in tuned):
+        raise ConfigError("--all writes entries as they are: tune one with --backend and --out")
     if out is None and not every:
         raise ConfigError("say where to with --out, or write all entries with --all")
     Manifest.load(calibration, "calibration", verify=False)
     from export.triton import write as triton
+    from export.triton.entries import Tuning
 
     out = out or Path("triton_models")
     judge = export_gate(
@@ -166,6 +181,7 @@ def export_triton(
             engine=engine,
             model=model,
             name=name,
+            tuning=Tuning(instances, queue_delay, tuple(preferred_batch or ())),
             force=force,
             judge=judge,
         )
@@ -206,6 +222,17 @@ def build_engine(
         int | None,
         typer.Option(min=1, help="Tokens of a sequence (default: the model's, 8192 at most)."),
     ] = None,
+    usual_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences of a step that it is tuned for (default: 4)."),
+    ] = None,
+    usual_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cached tokens of each that it is tuned for (default: 512)."),
+    ] = None,
+    full_precision: Annotated[
+        bool, typer.Option("--full-precision", help="Without quantization, as a baseline.")
+    ] = False,
     workspace: Annotated[
         float, typer.Option(min=0.001, help="GiB of scratch memory that one layer may use.")
     ] = 1.0,
@@ -239,6 +266,9 @@ def build_engine(
         kv_cache=kv,
         max_batch=max_batch,
         max_length=max_length,
+        usual_batch=usual_batch,
+        usual_length=usual_length,
+        quantize=not full_precision,
         workspace_bytes=int(workspace * (1 << 30)),
         timing_cache=timing_cache,
         optimization_level=optimization_level,

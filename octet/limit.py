@@ -10,9 +10,13 @@ from typing import Literal, Protocol, Self
 
 from octet.errors import ConfigError
 
-__all__ = ["LEAST_SAMPLES", "Cost", "Limit", "parse_limits"]
+__all__ = ["DEFAULT_KL", "LEAST_SAMPLES", "Cost", "Limit", "parse_limits"]
 
 LEAST_SAMPLES = 8  # with fewer, a bound is two standard errors or more: no use
+
+# The divergence in nats that an export may be predicted to have where no limit is given: about four
+# times the most that was measured with each format (`benchmarks/results/reference_models-*`).
+DEFAULT_KL = {"fp8": 0.05, "mxfp8": 0.05, "nvfp4": 0.25, "mxfp4": 0.5}
 
 LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
 _PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %

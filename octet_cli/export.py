@@ -13,6 +13,7 @@ from octet.tables import fitted
 from octet_cli.help import Command, Group, examples_of
 from octet_cli.options import (
     Force,
+    Gate,
     Json,
     MaxKl,
     MaxPplChange,
@@ -22,7 +23,7 @@ from octet_cli.options import (
     console_for,
     wrote,
 )
-from verify.export_gate import ExportGate, export_gate
+from verify.export_gate import DefaultGate, ExportGate, export_gate
 
 __all__ = ["build_engine", "export"]
 
@@ -54,13 +55,14 @@ def export_checkpoint(
     ] = 1,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
     console = console_for(as_json)
-    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, gate, model, console, force=force)
     from export.checkpoint.write import export_checkpoint as write
 
     manifest = write(
@@ -92,13 +94,14 @@ def export_onnx(
     ] = False,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """The decoder as an ONNX graph."""
     console = console_for(as_json)
-    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, gate, model, console, force=force)
     from export.onnx.write import export_onnx as write
 
     manifest = write(
@@ -147,6 +150,7 @@ def export_triton(
     ] = None,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
@@ -172,6 +176,7 @@ def export_triton(
         model=model,
         console=console_for(as_json),
         entries=triton.all_entries(calibration, out, name) if every else [out],
+        off=gate == "off",
     )
     if not every:
         manifest = triton.export_triton(
@@ -248,13 +253,14 @@ def build_engine(
     ] = False,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
     console = console_for(as_json)
-    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, gate, model, console, force=force)
     from export.engine.build import build_engine as build
 
     manifest = build(
@@ -298,24 +304,27 @@ def _judge(
     out: Path,
     max_kl: str | None,
     max_ppl_change: str | None,
+    gate: str,
     model: Path | None,
     console: Console | None,
     *,
     force: bool,
-) -> ExportGate | None:
-    """Returns the judge of these limits, if any; refuses paths and limits that cannot be used.
+) -> ExportGate | DefaultGate:
+    """Returns the judge of these limits, or the default one; refuses what cannot be used.
 
     Call it before the exporter is imported: that loads libraries.
     """
     check_destination(out, force=force, inputs=[calibration])
     Manifest.load(calibration, "calibration", verify=False)
-    return export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
+    off = gate == "off"
+    return export_gate(
+        max_kl, max_ppl_change, calibration, out, model=model, console=console, off=off
+    )
 
 
-def _supersede(judge: ExportGate | None, *written: Path) -> None:
-    if judge is not None:
-        for out in written:
-            judge.written(out)
+def _supersede(judge: ExportGate | DefaultGate, *written: Path) -> None:
+    for out in written:
+        judge.written(out)
 
 
 def _prove(directory: Path) -> dict[str, Any]:

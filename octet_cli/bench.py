@@ -148,7 +148,7 @@ def bench(
             )
         capacities = [kv_capacity(one.url, key) for one in servers]
     gpu = gpu_name() if all(is_local(place.url) for place in places) else None
-    result = summarise(plan, runs, capacities, comparison, gpu)
+    result = summarise(plan, runs, capacities, comparison, gpu=gpu)
     if html is not None:
         from verify.bench.html import write_page
 

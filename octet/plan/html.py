@@ -100,7 +100,7 @@ def _plot(
     scale, top, parts = (_WIDTH - _LEFT - _RIGHT) / most, 30, []
     height = top + len(rows) * (_BAR + _GAP) + 22
     for index, name in enumerate(names):
-        x = _LEFT + index * 175
+        x = float(_LEFT + index * 175)
         parts.append(f'<rect class="fill{index}" x="{x}" y="4" width="12" height="12"/>')
         parts.append(_text(x + 18, 15, name))
     step = _round_step(most)
@@ -137,9 +137,11 @@ def _round_step(most: float) -> int:
 
 
 def _table(rows: Sequence[Sequence[Row]]) -> str:
-    titles = ("recipe", "matmuls", "GPUs", "checkpoint GB", "weights GiB", "activations GiB")
-    titles += ("graphs, other GiB", "cache GiB", "blocks", "longest context", "largest batch")
-    titles += ("output tokens/s", "from", "$ a million output tokens")
+    titles = (
+        *("recipe", "matmuls", "GPUs", "checkpoint GB", "weights GiB", "activations GiB"),
+        *("graphs, other GiB", "cache GiB", "blocks", "longest context", "largest batch"),
+        *("output tokens/s", "from", "$ a million output tokens"),
+    )
     head = "".join(f"<th>{title}</th>" for title in titles)
     body = []
     for group in rows:

@@ -261,16 +261,22 @@ def _longest(spec: ModelSpec, memory: Memory, concurrency: int) -> int:
 def _largest(
     sizes: Sizes, kv_cache: KvCacheDtype, engine: Engine, memory: int, context: int
 ) -> int:
-    """Returns the most requests of `context` that fit; more of them need more memory to sample."""
-    batch = divide(sizes, kv_cache, engine, memory).blocks // _needed(context)
-    while batch > engine.max_num_seqs:
+    """Returns the most requests of `context` that fit.
+
+    More of them leave less for the cache, because one token is sampled for each at once.
+    """
+
+    def fitting(batch: int) -> int:
         batched = max(engine.max_num_batched_tokens, batch)
         larger = replace(engine, max_num_seqs=batch, max_num_batched_tokens=batched)
-        fitting = divide(sizes, kv_cache, larger, memory).blocks // _needed(context)
-        if fitting >= batch:
-            break
-        batch = max(fitting, engine.max_num_seqs)
-    return batch
+        return divide(sizes, kv_cache, larger, memory).blocks // _needed(context)
+
+    low = engine.max_num_seqs  # which fit
+    high = max(fitting(low), low)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fitting(middle) >= middle else (low, middle - 1)
+    return low
 
 
 def _too_large(sizes: Sizes, short: tuple[int, Memory], memory: int, goal: Goal) -> str:

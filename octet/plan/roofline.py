@@ -57,7 +57,7 @@ class Roofline:
         token_bytes = sizes.cache_bytes(self.kv_cache, self.degree)
         nbytes = sizes.read_bytes(self.degree, requests * tokens) + cached * token_bytes
         head = spec.vocab_size * spec.hidden_size
-        plain = tokens * (sizes.products(quantized=False) - head) + head
+        plain: float = tokens * (sizes.products(quantized=False) - head) + head
         plain += tokens * seen * 2 * spec.layers * spec.heads * spec.head_dim
         quantized = tokens * sizes.products(quantized=True)
         work = plain / self._flops(None) + quantized / self._flops(self._format)

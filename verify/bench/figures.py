@@ -93,6 +93,7 @@ def summarise(
     runs: Sequence[Run],
     capacities: Sequence[int | None],
     comparison: Comparison | None = None,
+    *,
     gpu: str | None = None,
 ) -> Bench:
     """Builds the results of all `runs` of `plan`, on a `gpu` of that name."""

@@ -28,9 +28,10 @@ from card import conditions, report
 from vllm_offline import ENVIRONMENT
 
 from export.checkpoint.compressed_tensors import CompressedTensors
+from octet.hardware.devices import find_device
 from octet.model.spec import ModelSpec
 from octet.plan.sizes import Sizes
-from octet.plan.vllm_memory import UTILIZATION, Engine, divide
+from octet.plan.vllm_memory import UTILIZATION, Engine, divide, usable_memory
 from octet.recipe import KvCacheDtype, Recipe
 
 LIMIT = 0.02
@@ -243,7 +244,9 @@ def predicted(row: dict[str, Any]) -> dict[str, Any]:
     recipe = None if case.recipe == "bf16" else Recipe.load(case.recipe)
     sizes = Sizes(ModelSpec.from_config(config_of_original(case), case.shape), recipe)
     engine = Engine(case.tensor_parallel, case.max_num_seqs, case.max_num_batched_tokens)
-    memory = divide(sizes, case.cache, engine, row["memory_bytes"])
+    gpu = find_device(row["gpu"])
+    assert gpu.memory is not None
+    memory = divide(sizes, case.cache, engine, usable_memory(gpu.memory))
     parts = ("weights", "activations", "graphs", "other", "cache")
     gib = {f"predicted_{part}_gib": getattr(memory, part) / 2**30 for part in parts}
     return {**gib, "predicted_blocks": memory.blocks, "error": memory.blocks / row["blocks"] - 1}

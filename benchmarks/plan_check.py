@@ -14,7 +14,6 @@ neither, and predicts again.
 import argparse
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from octet.model.spec import ModelSpec
 from octet.plan.sizes import Sizes
 from octet.plan.vllm_memory import UTILIZATION, Engine, divide, usable_memory
 from octet.recipe import KvCacheDtype, Recipe
+from serve.vllm_server import child_process
 
 LIMIT = 0.02
 DTYPES = {"float16": "auto", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}
@@ -152,17 +152,10 @@ def run(index: int, options: argparse.Namespace) -> dict[str, Any]:
         log = Path(folder) / "log" if options.logs is None else options.logs / f"case{index}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         words = [options.python, __file__, "--serve", str(index), folder]
-        environment = {**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "DEBUG"}
-        with log.open("wb") as output:
+        environment = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "DEBUG"}
+        with log.open("wb") as output, child_process(words, output, environment) as process:
             try:
-                subprocess.run(
-                    words,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    timeout=options.seconds,
-                    check=False,
-                )
+                process.wait(options.seconds)
             except subprocess.TimeoutExpired:
                 return {"error_text": f"not ready after {options.seconds:.0f} s"}
         text = log.read_text("utf-8", "replace")

@@ -32,7 +32,7 @@ def render(plan: Plan) -> RenderableType:
     parts += [Stacked(_memory(rows)), Text(""), Stacked(_speed(rows)), Text("")]
     parts += [Text(line) for line in options(plan)]
     parts += [Text(f"left out: {line}") for line in plan.left_out]
-    bases = {row.basis for row in plan.rows}
+    bases = {row.basis for row in plan.rows if row.tokens_per_s is not None}
     if "roofline" in bases:
         parts += [Text(""), Text(BOUND)]
     if "extrapolated" in bases:
@@ -102,7 +102,7 @@ def _speed(rows: list[list[Row]]) -> Table:
         "matmuls": lambda row: row.support,
         "checkpoint\nGB": lambda row: f"{row.checkpoint_bytes / 1e9:.1f}",
         "output\ntokens/s": speed_of,
-        "from": lambda row: row.basis,
+        "from": lambda row: "" if row.tokens_per_s is None else row.basis,
     }
     if any(row.cost is not None for group in rows for row in group):
         columns["$ a million\noutput tokens"] = cost_of

@@ -155,7 +155,7 @@ def _table(rows: Sequence[Sequence[Row]]) -> str:
             gib(memory.cache),
             *(f"{x:,}" for x in (memory.blocks, row.longest_context, row.largest_batch)),
             speed_of(row),
-            row.basis,
+            "-" if row.tokens_per_s is None else row.basis,
             cost_of(row) or "-",
         )
         body.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")

@@ -87,7 +87,7 @@ def _memory(rows: list[list[Row]]) -> Table:
         "GPUs": lambda row: str(row.tensor_parallel),
         "weights\nGiB": lambda row: gib(row.memory.weights),
         "activations\nGiB": lambda row: gib(row.memory.activations),
-        "graphs, other\nGiB": lambda row: gib(row.memory.graphs + row.memory.other),
+        "other\nGiB": lambda row: gib(row.memory.graphs + row.memory.other),
         "cache\nGiB": lambda row: gib(row.memory.cache),
         "cache\nblocks": lambda row: f"{row.memory.blocks:,}",
         "longest\ncontext": lambda row: f"{row.longest_context:,}",
@@ -111,7 +111,7 @@ def _speed(rows: list[list[Row]]) -> Table:
 
 def _table(title: str, rows: list[list[Row]], columns: dict[str, Callable[[Row], str]]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 1), collapse_padding=True, show_lines=False)
-    table.add_column(title, no_wrap=True)
+    table.add_column(title, overflow="fold", min_width=10)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for group in rows:

@@ -139,7 +139,7 @@ def _round_step(most: float) -> int:
 def _table(rows: Sequence[Sequence[Row]]) -> str:
     titles = (
         *("recipe", "matmuls", "GPUs", "checkpoint GB", "weights GiB", "activations GiB"),
-        *("graphs, other GiB", "cache GiB", "blocks", "longest context", "largest batch"),
+        *("other GiB", "cache GiB", "blocks", "longest context", "largest batch"),
         *("output tokens/s", "from", "$ a million output tokens"),
     )
     head = "".join(f"<th>{title}</th>" for title in titles)

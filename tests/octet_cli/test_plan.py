@@ -3,13 +3,20 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.command import octet
 from tests.octet.plan.shapes import write_config
 
 GOAL = ("--gpu", "h100", "--context", "32k", "--concurrency", 64)
 
 
-def test_the_table_the_page_and_the_json_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_table_the_page_and_the_json_agree(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a narrow terminal, too, where no figure may be cut short."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     model, page = write_config(tmp_path / "Llama-3.1-8B"), tmp_path / "page.html"
     done = octet("plan", model, *GOAL, "--price", 2, "--json")
     assert done.returncode == 0, done.stderr
@@ -20,8 +27,9 @@ def test_the_table_the_page_and_the_json_agree(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     for text in (f"{row['memory']['blocks']:,}", f"≤ {row['tokens_per_s']:,.0f}"):
         assert text in shown.stdout and text in page.read_text()
-    assert "≤ is a roofline" in shown.stdout
-    assert "vllm serve --max-model-len 32768 --max-num-seqs 64" in shown.stdout
+    said = " ".join(shown.stdout.split())
+    assert "≤ is a roofline" in said and "…" not in said
+    assert "vllm serve --max-model-len 32768 --max-num-seqs 64" in said
 
 
 def test_a_benchmark_replaces_the_bound(tmp_path: Path) -> None:

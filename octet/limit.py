@@ -10,9 +10,13 @@ from typing import Literal, Protocol, Self
 
 from octet.errors import ConfigError
 
-__all__ = ["LEAST_SAMPLES", "Cost", "Limit", "parse_limits"]
+__all__ = ["DEFAULT_KL", "LEAST_SAMPLES", "Cost", "Limit", "parse_limits"]
 
 LEAST_SAMPLES = 8  # with fewer, a bound is two standard errors or more: no use
+
+# The divergence in nats that an export may be predicted to have where no limit is given: about four
+# times the most that was measured with each format (`benchmarks/results/reference_models-*`).
+DEFAULT_KL = {"fp8": 0.05, "mxfp8": 0.05, "nvfp4": 0.25, "mxfp4": 0.5}
 
 LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
 _PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
@@ -43,14 +47,17 @@ class Limit:
     value: float
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parses "kl=0.005" (nats) or "ppl=1%"; raises ConfigError for anything else."""
-        metric, equals, value = text.replace(" ", "").partition("=")
+    def parse(cls, text: str, what: str = "budget") -> Self:
+        """Parses "kl=0.005" (nats) or "ppl=1%", also with a colon.
+
+        Raises ConfigError for anything else; `what` names the option in its message.
+        """
+        metric, equals, value = text.replace(" ", "").replace(":", "=").partition("=")
         if metric not in ("kl", "ppl") or not equals:
-            raise ConfigError(f"budget '{text}': write kl=0.005 (nats a token) or ppl=1%")
+            raise ConfigError(f"{what} '{text}': write kl=0.005 (nats a token) or ppl=1%")
         if metric == "kl":
-            return cls.of_kl(value, f"budget '{text}': kl", "kl=0.005")
-        return cls.of_perplexity(value, f"budget '{text}': ppl", "ppl=1%")
+            return cls.of_kl(value, f"{what} '{text}': kl", "kl=0.005")
+        return cls.of_perplexity(value, f"{what} '{text}': ppl", "ppl=1%")
 
     @classmethod
     def of_kl(cls, text: str, where: str, example: str) -> Self:

@@ -113,8 +113,8 @@ def bench(
 
     from serve.config.backends import key_in
     from verify.bench.figures import summarise
-    from verify.bench.load import Place
-    from verify.bench.machine import kv_capacity
+    from verify.bench.load import Place, Served
+    from verify.bench.machine import gpu_name, is_local, kv_capacity
     from verify.bench.rounds import Plan, measure
 
     secret = key_in(api_key_env)
@@ -123,8 +123,14 @@ def bench(
     with _kept(out), _opened(targets, vllm, vllm_options, out, api_key_env) as servers:
         _require_context(servers, matrix)
         places = [
-            Place(one.name, one.url, one.model, one.identity.get("owned_by") == "vllm")
-            for one in servers
+            Place(
+                one.name,
+                one.url,
+                one.model,
+                one.identity.get("owned_by") == "vllm",
+                None if _is_url(target) else Served.of(Path(target), vllm_options),
+            )
+            for target, one in zip(targets, servers, strict=True)
         ]
         plan = Plan(places, [one.identity for one in servers], matrix, rounds, requests)
         comparison = None
@@ -141,7 +147,8 @@ def bench(
                 advance=lambda done, total: bars.update("bench", done, total),
             )
         capacities = [kv_capacity(one.url, key) for one in servers]
-    result = summarise(plan, runs, capacities, comparison)
+    gpu = gpu_name() if all(is_local(place.url) for place in places) else None
+    result = summarise(plan, runs, capacities, comparison, gpu=gpu)
     if html is not None:
         from verify.bench.html import write_page
 

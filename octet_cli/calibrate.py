@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octet.artifacts.manifest import Manifest
-from octet.errors import ConfigError, GpuError
+from octet.errors import ConfigError, GpuError, OctetError
 from octet.interrupts import held_back
 from octet.limit import Limit
 from octet.recipe import KvCacheDtype, Recipe
@@ -29,9 +31,9 @@ from octet_cli.options import (
     console_for,
     wrote,
 )
-from octet_cli.possible_exports import possible_exports
 
 if TYPE_CHECKING:
+    from export.source import Source as Opened
     from octet.hardware.choice import Choice
 
 __all__ = ["calibrate", "chosen_for", "chosen_recipe", "rescale"]
@@ -237,7 +239,7 @@ def rescale(
 
 def _wrote(out: Path, manifest: Manifest, model: Path | None, as_json: bool) -> None:
     """Says what was written, and which exports it allows."""
-    exports = possible_exports(out, model)
+    exports = _possible_exports(out, model)
     wrote(out, manifest, as_json, exports=exports)
     if as_json:
         return
@@ -299,3 +301,40 @@ def chosen_recipe(
         changes["exclude"] = (*recipe.exclude, *added)
         called += "+exclude"
     return recipe.model_copy(update={**changes, "name": called})
+
+
+def _possible_exports(calibration: Path, model: Path | None = None) -> dict[str, str | None]:
+    """Returns the arguments of each `octet export`, and why it would be refused; None if it works.
+
+    `model` overrides the path of the checkpoint. Reads headers and scales alone; the ONNX exports
+    are left out where onnx is not installed.
+    """
+    from export.checkpoint.compressed_tensors import CompressedTensors
+    from export.checkpoint.fp8 import Fp8
+    from export.checkpoint.fused import check_fused
+    from export.checkpoint.modelopt import ModelOpt
+    from export.source import Source as Opened
+
+    source = Opened.open(calibration, model, shards=False)
+    checks: dict[str, tuple[Callable[[Opened], None], ...]] = {
+        "checkpoint": (CompressedTensors().check, check_fused),
+        "checkpoint --format modelopt": (ModelOpt().check, check_fused),
+        "checkpoint --format fp8": (Fp8().check, check_fused),
+    }
+    with suppress(ModuleNotFoundError):
+        from export.onnx.decoder import check_architecture
+        from export.onnx.linear import check_groups
+        from export.onnx.tensorrt_decoder import check_recipe
+
+        graph = (lambda source: check_architecture(source.spec), check_groups)
+        checks |= {"onnx": graph, "onnx --for tensorrt": (*graph, check_recipe)}
+    return {arguments: _reason(source, found) for arguments, found in checks.items()}
+
+
+def _reason(source: "Opened", checks: Sequence[Callable[["Opened"], None]]) -> str | None:
+    try:
+        for check in checks:
+            check(source)
+    except OctetError as error:
+        return str(error)
+    return None

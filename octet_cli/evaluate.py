@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from octet.errors import BackendError, ConfigError, OctetError, RequestError
+from octet.limit import Limit
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
 from octet_cli.options import Json, TextField, console_for
@@ -21,11 +22,12 @@ from octet_cli.options import Json, TextField, console_for
 if TYPE_CHECKING:
     from octet.statistics import Interval
     from verify.evaluation.comparison import Comparison
+    from verify.evaluation.gate import Judged
     from verify.evaluation.lm_eval import Harness
     from verify.evaluation.scores import Evaluation
     from verify.evaluation.target import ServedTarget
 
-__all__ = ["TOP_K", "evaluate", "note", "require_room", "standard_output"]
+__all__ = ["TOP_K", "evaluate", "note", "require_page", "require_room", "standard_output"]
 
 _PIPE = 200  # columns of a table that is written to a pipe
 TOP_K = 20  # the most that vLLM returns by default
@@ -62,6 +64,13 @@ def evaluate(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write one page with tables and plots.")
     ] = None,
+    gate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LIMIT",
+            help="Exit with 1 unless the 95 % interval is within ppl:1% or kl:0.005; repeatable.",
+        ),
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Tasks of lm-evaluation-harness, for servers: arc_easy,hellaswag,..."),
@@ -92,13 +101,18 @@ def evaluate(
             f"{local[0]}: --tasks are for running servers: start one (an export or engine:"
             " `octet serve`, a checkpoint: `vllm serve`) and give its URL"
         )
+    limits = [Limit.parse(text, "--gate") for text in gate or ()]
+    if limits and samples is None:
+        raise ConfigError(f"--gate {limits[0]} is of what --samples measures: give --samples FILE")
     require_room(out, html)
 
     from verify.evaluation.evaluator import evaluate as score
+    from verify.evaluation.gate import check_gate, judge, require_met
     from verify.evaluation.lm_eval import Harness
     from verify.evaluation.target import ServedTarget
     from verify.evaluation.targets.open import open_target, read_samples
 
+    check_gate(limits, reference=reference is not None, targets=len(targets))
     origin = None if reference is None else open_target(str(reference), None, 1)
     opened = [open_target(name, api_key_env, concurrency) for name in targets]
     servers = [target for target in opened if isinstance(target, ServedTarget)]
@@ -108,7 +122,7 @@ def evaluate(
         harness = Harness(names, reference, include_path, limit, concurrency, api_key_env)
         harness.require_installed(servers[0])
     console = console_for(as_json)
-    evaluation = None
+    evaluation, judged = None, list["Judged"]()
     if samples is not None:
         every = opened if origin is None else [origin, *opened]
         sequences = read_samples(
@@ -120,25 +134,30 @@ def evaluate(
             evaluation = score(
                 opened, origin, sequences, k=k, out=out, advance=bars.update, note=note
             )
-        _show(evaluation, html, as_json)  # before the harness, which is slow and may fail
+        shown = _show(evaluation, html, as_json)  # before the harness, which is slow and may fail
+        judged = judge(shown, limits)
     figures, failure = _tasks(harness, servers)
-    _report(evaluation, figures, targets, html, as_json)
+    _report(evaluation, figures, targets, html, as_json, judged)
     if failure is not None:
         raise failure
+    require_met(judged)
 
 
 def require_room(out: Path | None, html: Path | None) -> None:
     """Raises ConfigError if --out or --html cannot be written; called before hours of work."""
     if out is not None and out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; give a directory, in which answers are kept")
-    if html is None:
-        return
-    if html.is_dir():
-        raise ConfigError(f"--html {html}: is a directory; give the page's own path")
-    if not html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
-    if find_spec("plotly") is None:
+    require_page(html)
+    if html is not None and find_spec("plotly") is None:
         raise ConfigError("--html needs plotly: pip install 'octet-llm[evaluate]'")
+
+
+def require_page(html: Path | None) -> None:
+    """Raises ConfigError if --html cannot be written."""
+    if html is not None and html.is_dir():
+        raise ConfigError(f"--html {html}: is a directory; give the page's own path")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
 
 
 def _tasks(
@@ -159,7 +178,7 @@ def _tasks(
     return figures, None
 
 
-def _show(evaluation: "Evaluation", html: Path | None, as_json: bool) -> None:
+def _show(evaluation: "Evaluation", html: Path | None, as_json: bool) -> "Comparison":
     from verify.evaluation.comparison import compare
     from verify.evaluation.console import render
 
@@ -168,6 +187,7 @@ def _show(evaluation: "Evaluation", html: Path | None, as_json: bool) -> None:
         _write_page(html, evaluation, result)
     if not as_json:
         standard_output().print(render(result))
+    return result
 
 
 def _report(
@@ -176,8 +196,9 @@ def _report(
     targets: list[str],
     html: Path | None,
     as_json: bool,
+    judged: "list[Judged]",
 ) -> None:
-    """Prints the rest of the results: the harness' figures, or everything as JSON."""
+    """Prints the rest of the results: the harness' figures and the gate, or everything as JSON."""
     from verify.evaluation.comparison import compare, plain
     from verify.evaluation.console import render_tasks
 
@@ -193,8 +214,11 @@ def _report(
             _write_page(html, evaluation, result)
         data = result.as_json()
     if as_json:
-        print(json.dumps(data))
-    elif any(figures):
+        print(json.dumps(data | ({"gate": [one.as_json() for one in judged]} if judged else {})))
+        return
+    for one in judged:
+        standard_output().print(str(one), soft_wrap=True)
+    if any(figures):
         console = standard_output()
         for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
             console.print(line, soft_wrap=True)

@@ -13,6 +13,7 @@ from octet.tables import fitted
 from octet_cli.help import Command, Group, examples_of
 from octet_cli.options import (
     Force,
+    Gate,
     Json,
     MaxKl,
     MaxPplChange,
@@ -22,7 +23,7 @@ from octet_cli.options import (
     console_for,
     wrote,
 )
-from verify.export_gate import ExportGate, export_gate
+from verify.export_gate import DefaultGate, ExportGate, export_gate
 
 __all__ = ["build_engine", "export"]
 
@@ -54,13 +55,14 @@ def export_checkpoint(
     ] = 1,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """A checkpoint for vLLM, SGLang or TensorRT-LLM."""
     console = console_for(as_json)
-    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, gate, model, console, force=force)
     from export.checkpoint.write import export_checkpoint as write
 
     manifest = write(
@@ -92,13 +94,14 @@ def export_onnx(
     ] = False,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """The decoder as an ONNX graph."""
     console = console_for(as_json)
-    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, gate, model, console, force=force)
     from export.onnx.write import export_onnx as write
 
     manifest = write(
@@ -134,8 +137,20 @@ def export_triton(
         bool, typer.Option("--all", help="Every entry that can be written here.")
     ] = False,
     name: Annotated[str | None, typer.Option(help="The name of the model.")] = None,
+    instances: Annotated[
+        int | None, typer.Option(min=1, help="Instances on each device (default: 1).")
+    ] = None,
+    queue_delay: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="US", help="Microseconds a step may wait for others."),
+    ] = None,
+    preferred_batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Batch size that Triton should wait for; may be repeated."),
+    ] = None,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
@@ -143,10 +158,14 @@ def export_triton(
     """An entry of a Triton model repository, or all of them."""
     if every and backend is not None:
         raise ConfigError("--all writes the entries of every backend: leave --backend out")
+    tuned = (instances, queue_delay, preferred_batch)
+    if every and any(given is not None for given in tuned):
+        raise ConfigError("--all writes entries as they are: tune one with --backend and --out")
     if out is None and not every:
         raise ConfigError("say where to with --out, or write all entries with --all")
     Manifest.load(calibration, "calibration", verify=False)
     from export.triton import write as triton
+    from export.triton.entries import Tuning
 
     out = out or Path("triton_models")
     judge = export_gate(
@@ -157,6 +176,7 @@ def export_triton(
         model=model,
         console=console_for(as_json),
         entries=triton.all_entries(calibration, out, name) if every else [out],
+        off=gate == "off",
     )
     if not every:
         manifest = triton.export_triton(
@@ -166,6 +186,7 @@ def export_triton(
             engine=engine,
             model=model,
             name=name,
+            tuning=Tuning(instances, queue_delay, tuple(preferred_batch or ())),
             force=force,
             judge=judge,
         )
@@ -206,6 +227,17 @@ def build_engine(
         int | None,
         typer.Option(min=1, help="Tokens of a sequence (default: the model's, 8192 at most)."),
     ] = None,
+    usual_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences of a step that it is tuned for (default: 4)."),
+    ] = None,
+    usual_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Cached tokens of each that it is tuned for (default: 512)."),
+    ] = None,
+    full_precision: Annotated[
+        bool, typer.Option("--full-precision", help="Without quantization, as a baseline.")
+    ] = False,
     workspace: Annotated[
         float, typer.Option(min=0.001, help="GiB of scratch memory that one layer may use.")
     ] = 1.0,
@@ -221,13 +253,14 @@ def build_engine(
     ] = False,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    gate: Gate = "default",
     model: ModelOption = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Build a TensorRT engine, and prove it where it can run; TensorRT-RTX builds without a GPU."""
     console = console_for(as_json)
-    judge = _judge(calibration, out, max_kl, max_ppl_change, model, console, force=force)
+    judge = _judge(calibration, out, max_kl, max_ppl_change, gate, model, console, force=force)
     from export.engine.build import build_engine as build
 
     manifest = build(
@@ -239,6 +272,9 @@ def build_engine(
         kv_cache=kv,
         max_batch=max_batch,
         max_length=max_length,
+        usual_batch=usual_batch,
+        usual_length=usual_length,
+        quantize=not full_precision,
         workspace_bytes=int(workspace * (1 << 30)),
         timing_cache=timing_cache,
         optimization_level=optimization_level,
@@ -268,24 +304,27 @@ def _judge(
     out: Path,
     max_kl: str | None,
     max_ppl_change: str | None,
+    gate: str,
     model: Path | None,
     console: Console | None,
     *,
     force: bool,
-) -> ExportGate | None:
-    """Returns the judge of these limits, if any; refuses paths and limits that cannot be used.
+) -> ExportGate | DefaultGate:
+    """Returns the judge of these limits, or the default one; refuses what cannot be used.
 
     Call it before the exporter is imported: that loads libraries.
     """
     check_destination(out, force=force, inputs=[calibration])
     Manifest.load(calibration, "calibration", verify=False)
-    return export_gate(max_kl, max_ppl_change, calibration, out, model=model, console=console)
+    off = gate == "off"
+    return export_gate(
+        max_kl, max_ppl_change, calibration, out, model=model, console=console, off=off
+    )
 
 
-def _supersede(judge: ExportGate | None, *written: Path) -> None:
-    if judge is not None:
-        for out in written:
-            judge.written(out)
+def _supersede(judge: ExportGate | DefaultGate, *written: Path) -> None:
+    for out in written:
+        judge.written(out)
 
 
 def _prove(directory: Path) -> dict[str, Any]:

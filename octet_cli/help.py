@@ -71,6 +71,10 @@ EXAMPLES = {
         "octet doctor checkpoint --python /opt/vllm/bin/python",
         "octet doctor --config gateway.yaml --json",
     ),
+    "plan": (
+        "octet plan Llama-3.1-8B --gpu h100 --context 32k --concurrency 64",
+        "octet plan checkpoint --gpu l40s --context 8k --concurrency 16 --price 1.20 --html p.html",
+    ),
     "prewarm": ("octet prewarm checkpoint --cache /var/cache/vllm",),
     "serve": (
         "octet serve onnx --port 8000",
@@ -92,6 +96,7 @@ _MEANT = {
     **dict.fromkeys(("eval", "perplexity"), "evaluate"),
     **dict.fromkeys(("diagnose", "preflight", "hardware"), "doctor"),
     **dict.fromkeys(("benchmark", "measure"), "bench"),
+    **dict.fromkeys(("size", "sizing", "cost", "estimate"), "plan"),
     **dict.fromkeys(("run", "start", "gateway"), "serve"),
     **dict.fromkeys(("key", "api-key"), "keys"),
     "vllm": "checkpoint",

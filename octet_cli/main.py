@@ -25,6 +25,7 @@ from octet_cli.golden import golden
 from octet_cli.help import Command, Group, examples_of
 from octet_cli.keys import keys
 from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
+from octet_cli.plan import plan
 from octet_cli.prewarm import prewarm
 from octet_cli.serve import serve
 from octet_cli.verify import verify
@@ -43,7 +44,7 @@ app = typer.Typer(
 )
 for command in (
     *(calibrate, rescale, build_engine, golden, verify),
-    *(evaluate, bench, doctor, prewarm, serve),
+    *(evaluate, bench, plan, doctor, prewarm, serve),
 ):
     called = command.__name__.replace("_", "-")
     app.command(called, cls=Command, epilog=examples_of(called))(command)

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from octet.recipe import PRESETS
 __all__ = [
     "RECIPES",
     "Force",
+    "Gate",
     "Json",
     "MaxKl",
     "MaxPplChange",
@@ -51,6 +52,12 @@ MaxPplChange = Annotated[
         "--max-ppl-change",
         metavar="PERCENT",
         help="Fail where perplexity rises by more than this, with 95 % confidence (such as 1%).",
+    ),
+]
+Gate = Annotated[
+    Literal["default", "off"],
+    typer.Option(
+        help="Without limits: the default one on the predicted KL, or none, which is recorded."
     ),
 ]
 TextField = Annotated[str, typer.Option(help="Field of each sample that holds its text.")]

@@ -1,4 +1,4 @@
-"""Implements `--max-kl` and `--max-ppl-change` of exports.
+"""Implements `--max-kl`, `--max-ppl-change` and `--gate` of exports.
 
 It joins several stages, because no stage may import another.
 
@@ -26,10 +26,10 @@ from rich.console import Console
 
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest
-from octet.errors import UnsupportedError
+from octet.errors import ConfigError, GateError, UnsupportedError
 from octet.interrupts import held_back
-from octet.limit import parse_limits
-from octet.recipe import KvCacheDtype
+from octet.limit import DEFAULT_KL, parse_limits
+from octet.recipe import KvCacheDtype, TensorScheme
 
 if TYPE_CHECKING:
     from calibrate.quality.gate import Gate, Outcome
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from export.source import Source
     from serve.runner.protocol import Runner
 
-__all__ = ["ExportGate", "export_gate"]
+__all__ = ["DefaultGate", "ExportGate", "export_gate"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,44 @@ class ExportGate:
             GoldenSet.load(directory).save(refused)
 
 
+@dataclass(frozen=True)
+class DefaultGate:
+    """The judge of an export without limits of its own: what calibration predicts of its cost.
+
+    It takes no time. The limit is that of the coarsest format in the recipe, `DEFAULT_KL`, and the
+    most that any way of serving it is expected to cost has to be within. With `off` it refuses
+    nothing, and the manifest records that.
+    """
+
+    off: bool = False
+
+    def __call__(self, directory: Path, manifest: Manifest, out: Path) -> dict[str, Any]:
+        """Returns details for the manifest; raises GateError for a prediction over the limit."""
+        expected = manifest.details.get("expected_divergence")
+        if self.off:
+            return {"gate": [{"default": True, "off": True, "text": "accuracy gate: off"}]}
+        if not expected:
+            return {}
+        limit, name = max((DEFAULT_KL[scheme.kind], scheme.kind) for scheme in _schemes(manifest))
+        path, bound = max(((label, x["high"]) for label, x in expected.items()), key=lambda x: x[1])
+        text = f"predicted KL of up to {bound:.2g} nats ({path}), of {limit:g} for {name}"
+        if not bound <= limit:
+            raise GateError(
+                f"{out} is not written: its {text}; calibrate with --budget, take more bits, set a"
+                " limit of your own with --max-kl, or write it all the same with --gate off"
+            )
+        judged = {"default": True, "metric": "kl", "limit": limit, "bound": bound, "met": True}
+        return {"gate": [judged | {"text": f"accuracy gate: {text}"}]}
+
+    def written(self, out: Path) -> None:
+        """Does nothing: a refusal leaves no report."""
+
+
+def _schemes(manifest: Manifest) -> list[TensorScheme]:
+    recipe = manifest.recipe
+    return [recipe.weights, *(override.weights for override in recipe.overrides)]
+
+
 def export_gate(
     max_kl: str | None,
     max_ppl_change: str | None,
@@ -156,8 +194,11 @@ def export_gate(
     model: Path | None,
     console: Console | None,
     entries: Sequence[Path] = (),
-) -> ExportGate | None:
-    """Returns the judge for these limits, None without any. Refuses at once what it cannot judge.
+    off: bool = False,
+) -> ExportGate | DefaultGate:
+    """Returns the judge for these limits, or the default one. Refuses at once what it cannot judge.
+
+    `off` is for an export without any gate.
 
     `entries` are those of a Triton repository that are to be written in place of `out`.
 
@@ -166,7 +207,9 @@ def export_gate(
     """
     limits = parse_limits(max_kl, max_ppl_change)
     if not limits:
-        return None
+        return DefaultGate(off)
+    if off:
+        raise ConfigError("--gate off leaves the gate out, and --max-kl or --max-ppl-change set it")
     manifest = Manifest.load(calibration, "calibration", verify=False)
     with held_back():
         from calibrate.quality.gate import Gate

@@ -58,6 +58,9 @@ def build_engine(
     kv_cache: KvCacheDtype | None = None,
     max_batch: int = MAX_BATCH,
     max_length: int | None = None,
+    usual_batch: int | None = None,
+    usual_length: int | None = None,
+    quantize: bool = True,
     workspace_bytes: int = WORKSPACE_BYTES,
     timing_cache: Path | None = None,
     optimization_level: int | None = None,
@@ -70,7 +73,9 @@ def build_engine(
 
     `targets` are compute capabilities such as "sm89". None means this machine's GPU or, without
     one, the targets that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence
-    (default: 8192, or the model's). `prove` executes the engine in the directory that it is given,
+    (default: 8192, or the model's), and the engine is tuned for `usual_batch` of them with
+    `usual_length` cached tokens. `quantize=False` builds the unquantized model, as a baseline; its
+    cache defaults to float16. `prove` executes the engine in the directory that it is given,
     and returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse
     the engine after that.
 
@@ -85,17 +90,22 @@ def build_engine(
     name = choose(builder, gpu, targets=named is not None)
     if named is not None:
         resolve_targets(name, named, gpu, ())
+    if not quantize and kv_cache is None:
+        kv_cache = "float16"
     source = Source.open(calibration, model, kv_cache=kv_cache)
-    chosen = resolve_targets(name, named, gpu, kinds_of(source))
-    check_recipe_on(name, chosen, gpu, source)
+    chosen = resolve_targets(name, named, gpu, kinds_of(source) if quantize else ())
+    if quantize:
+        check_recipe_on(name, chosen, gpu, source)
     options = Options(chosen, workspace_bytes, optimization_level, timing_cache)
     options.check(name)
-    build = _Build(name, load(name, gpu, auto=builder == "auto"), gpu, options, source)
-    profiles = profiles_of(source.spec, max_batch, max_length)
-    graph = engine_graph(source)
+    build = _Build(name, load(name, gpu, auto=builder == "auto"), gpu, options, source, quantize)
+    profiles = profiles_of(
+        source.spec, max_batch, max_length, usual_batch=usual_batch, usual_length=usual_length
+    )
+    graph = engine_graph(source, quantize=quantize)
     require_space(out, (1 + len(chosen)) * graph.graph.weight_bytes)
     with write_artifact(out, force=force) as writer:
-        source.copy_side_files(writer.path)
+        source.copy_side_files(writer.path, quantized=quantize)
         details = build.run(graph, profiles, writer.path, console)
         details |= {
             "profiles": profiles,
@@ -117,6 +127,7 @@ class _Build:
     gpu: Gpu | None
     options: Options
     source: Source
+    quantize: bool
 
     def run(
         self, graph: EngineGraph, profiles: Any, directory: Path, console: Console | None
@@ -135,11 +146,13 @@ class _Build:
             )
         targets = self.options.targets
         who = f"{self.name} {self.trt.__version__} for {', '.join(targets)}"
-        check_precision(plan.precision, self.source, who)
+        if self.quantize:
+            check_precision(plan.precision, self.source, who)
         path = directory / PLAN_FILE
         path.write_bytes(plan.data)
         return {
             "targets": list(targets),
+            "quantized": self.quantize,
             "builder": self._builder(),
             "options": {
                 "workspace_bytes": self.options.workspace_bytes,
@@ -177,7 +190,8 @@ def _proven(
     """Returns the manifest; with `prove`, writes one to load the engine, then adds the result."""
     packages = "onnx", "tensorrt_rtx" if build.name == RTX else "tensorrt"
     status = {"status": f"built, unproven: {NOT_RUN}"}
-    manifest = build.source.manifest("engine", status | details, *packages)
+    quantized = build.quantize
+    manifest = build.source.manifest("engine", status | details, *packages, quantized=quantized)
     if prove is None:
         return manifest
     writer.finish(manifest)
@@ -187,4 +201,5 @@ def _proven(
     else:
         status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
     (writer.path / MANIFEST_FILE).unlink()
-    return build.source.manifest("engine", status | {"proof": proof} | details, *packages)
+    details = status | {"proof": proof} | details
+    return build.source.manifest("engine", details, *packages, quantized=quantized)

@@ -29,9 +29,18 @@ def longest_of(spec: ModelSpec, max_length: int | None) -> int:
 
 
 def profiles_of(
-    spec: ModelSpec, max_batch: int = MAX_BATCH, max_length: int | None = None
+    spec: ModelSpec,
+    max_batch: int = MAX_BATCH,
+    max_length: int | None = None,
+    *,
+    usual_batch: int | None = None,
+    usual_length: int | None = None,
 ) -> dict[str, Profile]:
     """Returns each input's shapes: `prefill` for one sequence, `decode` for one token of each.
+
+    `usual_batch` sequences with `usual_length` cached tokens are the decode profile's optimum, for
+    which the builder chooses kernels (default: 4 with 512). Raises UnsupportedError for an optimum
+    beyond the limits.
 
     The cache may be empty. A profile cannot bound the sum of cached slots and new tokens, so the
     cached slots alone may have the whole length, and both together more than a sequence has.
@@ -39,15 +48,23 @@ def profiles_of(
     if max_batch < 1:
         raise UnsupportedError(f"{max_batch} sequences at a time: at least one is decoded")
     longest = longest_of(spec, max_length)
-    usual, prompt = min(_USUAL_LENGTH, longest), min(MAX_PROMPT, longest)
+    batch = _usual("usual_batch", usual_batch, _USUAL_BATCH, max_batch)
+    usual = _usual("usual_length", usual_length, _USUAL_LENGTH, longest)
+    prompt = min(MAX_PROMPT, longest)
     # (B, T, S, L): sequences, new tokens, cached slots, positions with logits.
     prefill = ((1, 1, 0, 1), (1, prompt, 0, 1), (1, prompt, longest, min(MAX_LOGITS, prompt)))
     decode = (
         (1, 1, 0, 1),
-        (min(_USUAL_BATCH, max_batch), 1, usual, 1),
+        (batch, 1, usual, 1),
         (max_batch, 1, longest, 1),
     )
     return {"prefill": _profile(spec, prefill), "decode": _profile(spec, decode)}
+
+
+def _usual(name: str, given: int | None, default: int, most: int) -> int:
+    if given is not None and not 1 <= given <= most:
+        raise UnsupportedError(f"{name} {given}: the engine is built for 1 to {most}")
+    return min(default, most) if given is None else given
 
 
 def _profile(spec: ModelSpec, sizes: tuple[_Sizes, _Sizes, _Sizes]) -> Profile:

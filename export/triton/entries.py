@@ -10,7 +10,7 @@ Neither has a response cache: Triton has none for decoupled models.
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from export.triton.config import (
@@ -24,9 +24,10 @@ from export.triton.config import (
     Warmup,
     WarmupInput,
 )
+from octet.errors import UnsupportedError
 from octet.model.spec import ModelSpec
 
-__all__ = ["SLOTS", "Entry", "python_entry", "vllm_engine", "vllm_entry"]
+__all__ = ["SLOTS", "Entry", "Tuning", "python_entry", "vllm_engine", "vllm_entry"]
 
 SLOTS = 16  # requests that the embedded engine decodes together
 WARM_TOKENS = 16  # length of the warm-up prompts
@@ -42,6 +43,47 @@ class Entry:
 
     config: ModelConfig
     warmup: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings of Triton that an entry takes in place of its own; None and () keep those."""
+
+    instances: int | None = None  # on each device
+    queue_delay_us: int | None = None  # that a request may wait for others to join
+    preferred_batches: tuple[int, ...] = ()
+
+    def applied(self, config: ModelConfig) -> ModelConfig:
+        """Returns the configuration with these settings.
+
+        Raises UnsupportedError if the entry batches by itself, or has one instance by design.
+        """
+        if self.instances is not None:
+            if any(group.kind is Kind.MODEL for group in config.instance_group):
+                raise UnsupportedError("--instances: vLLM's entry has one; start more servers")
+            groups = tuple(replace(one, count=self.instances) for one in config.instance_group)
+            config = replace(config, instance_group=groups)
+        if self.queue_delay_us is None and not self.preferred_batches:
+            return config
+        batching = config.dynamic_batching
+        if batching is None:
+            raise UnsupportedError(
+                "--queue-delay and --preferred-batch: only the entry of --backend onnxruntime"
+                " leaves batching to Triton"
+            )
+        if (largest := max(self.preferred_batches, default=0)) > config.max_batch_size:
+            raise UnsupportedError(
+                f"--preferred-batch {largest}: the entry takes {config.max_batch_size} at most"
+            )
+        delay = batching.max_queue_delay_microseconds
+        batching = replace(
+            batching,
+            preferred_batch_size=self.preferred_batches or batching.preferred_batch_size,
+            max_queue_delay_microseconds=delay
+            if self.queue_delay_us is None
+            else self.queue_delay_us,
+        )
+        return replace(config, dynamic_batching=batching)
 
 
 def python_entry(

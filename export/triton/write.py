@@ -19,6 +19,7 @@ from export.accuracy_gate import Judge
 from export.source import Source, require_space
 from export.triton.config_text import pbtxt
 from export.triton.contents import WRITERS, Backend, Inputs, Job, Plan, check_kernels
+from export.triton.entries import Tuning
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
 from octet.artifacts.scenarios import SCENARIOS_FILE
@@ -27,6 +28,7 @@ from octet.errors import ConfigError, UnsupportedError
 __all__ = ["Backend", "Entries", "all_entries", "export_all", "export_triton"]
 
 VERSION = "1"
+_DEFAULT = Tuning()
 CONFIG_FILE = "config.pbtxt"
 
 # The entries of `export_all`, by suffix of the name: the backend, and True if it runs an engine.
@@ -58,6 +60,7 @@ def export_triton(
     engine: Path | None = None,
     model: Path | None = None,
     name: str | None = None,
+    tuning: Tuning = _DEFAULT,
     force: bool = False,
     judge: Judge | None = None,
 ) -> Manifest:
@@ -79,19 +82,23 @@ def export_triton(
         raise ConfigError(f"--backend tensorrt serves a plan; {_NO_ENGINE}")
     if engine is not None and backend not in ("python", "tensorrt"):
         raise ConfigError(f"--engine is for --backend python or tensorrt, not {backend}")
-    inputs = [calibration] if engine is None else [calibration, engine]
-    check_destination(out, force=force, inputs=inputs)
+    paths = [calibration] if engine is None else [calibration, engine]
+    check_destination(out, force=force, inputs=paths)
     plan = None if engine is None else Plan.open(engine, calibration)
-    return _write_entry(out, backend, Inputs(calibration, model, plan, judge), force=force)
+    inputs = Inputs(calibration, model, plan, judge)
+    return _write_entry(out, backend, inputs, tuning=tuning, force=force)
 
 
-def _write_entry(out: Path, backend: Backend, inputs: Inputs, *, force: bool) -> Manifest:
+def _write_entry(
+    out: Path, backend: Backend, inputs: Inputs, *, tuning: Tuning = _DEFAULT, force: bool
+) -> Manifest:
     with write_artifact(out, force=force) as writer:
         version = writer.path / VERSION
         version.mkdir()
         write = WRITERS[backend]
         entry, content, where = write(Job(out, inputs, version))
-        (writer.path / CONFIG_FILE).write_text(pbtxt(entry.config), "utf-8")
+        config = tuning.applied(entry.config)
+        (writer.path / CONFIG_FILE).write_text(pbtxt(config), "utf-8")
         for file, data in entry.warmup.items():
             (writer.path / "warmup").mkdir(exist_ok=True)
             (writer.path / "warmup" / file).write_bytes(data)

@@ -193,7 +193,7 @@ class ModelSpec(BaseModel):
         """
         for linear in self.linears():
             yield f"{linear.name}.weight", (linear.out_features, linear.in_features)
-            if self._has_bias(linear):
+            if self.has_bias(linear):
                 yield f"{linear.name}.bias", (linear.out_features,)
         if self.generic:
             return
@@ -212,7 +212,7 @@ class ModelSpec(BaseModel):
         if not self.tied_embeddings:
             yield "lm_head.weight", (self.vocab_size, self.hidden_size)
 
-    def _has_bias(self, linear: Linear) -> bool:
+    def has_bias(self, linear: Linear) -> bool:
         block, _, projection = linear.name.rpartition(".")
         if block.endswith(".self_attn"):
             return self.o_bias if projection == "o_proj" else self.qkv_bias

@@ -251,3 +251,43 @@ def test_without_the_harness_its_command_is_said(
         line = str(refused(fake.url, "--tasks", "arc_easy,hellaswag", "--limit", 10))
     assert "pip install 'octet-llm[evaluate]'" in line
     assert "lm_eval run --model local-completions --tasks arc_easy,hellaswag" in line
+
+
+def less_sure(by: float) -> Any:
+    """A server whose tokens are each less likely, by `by` nats and a little that varies."""
+
+    def answering(body: dict[str, Any]) -> tuple[int, Any]:
+        status, data = as_vllm(body)
+        for position in data["choices"][0]["prompt_logprobs"]:
+            for entry in (position or {}).values():
+                entry["logprob"] -= by * (1 + 0.5 * (-1) ** len(body["prompt"]))
+        return status, data
+
+    return answering
+
+
+def test_a_gate_takes_the_end_of_the_interval(samples: Path) -> None:
+    """A server 1 % worse fails a gate of 1.1 %, though the estimate is within."""
+    with running(as_vllm) as one, running(less_sure(0.01)) as other:
+        options = (one.url, other.url, "--samples", samples, "--top-k", 5)
+        (judged,) = answered(*options, "--gate", "ppl:5%")["gate"]
+        assert judged["met"] and judged["estimate"] < 0.011 < judged["upper"] < 0.05
+        done = invoke(*options, "--gate", "ppl:1.1%")
+        assert done.exception.exit_code == 1 and "not within --gate ppl=1.1%" in str(done.exception)
+        assert other.url in str(done.exception) and "perplexity" in done.stdout
+        done = invoke(*options, "--gate", "ppl:1.1%", "--json")
+        assert not json.loads(done.stdout)["gate"][0]["met"]
+
+
+def test_a_gate_without_something_to_compare_with_is_refused(samples: Path) -> None:
+    with running(as_vllm) as one:
+        options = (one.url, "--samples", samples)
+        assert "give --reference, or another" in str(refused(*options, "--gate", "ppl:1%"))
+        assert "is measured from --reference" in str(refused(*options, "--gate", "kl=0.01"))
+        assert "--gate '1%': write kl=0.005" in str(refused(*options, "--gate", "1%"))
+        assert "--gate 'ppl:0%': ppl" in str(refused(*options, "--gate", "ppl:0%"))
+        assert "give --samples" in str(refused(one.url, "--tasks", "x", "--gate", "ppl:1%"))
+        (few,) = answered(*options, one.url, "--count", 1)["rows"][:1]
+        assert few["samples"] == 1
+        done = invoke(*options, one.url, "--count", 1, "--gate", "ppl:1%")
+        assert done.exception.exit_code == 1 and "up to +inf %" in str(done.exception)

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from octet.statistics import Interval
-from verify.bench.load import FIGURES
+from verify.bench.load import FIGURES, Served
 from verify.bench.rounds import Plan, Run
 from verify.evaluation.comparison import Comparison, plain
 
@@ -54,7 +54,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Bench:
-    """All results. `cells` is by load, then by target; `comparison` is None without samples."""
+    """All results. `cells` is by load, then by target; `comparison` is None without samples.
+
+    `served` is None for a server that was running already, and `gpu` where it is not known.
+    """
 
     targets: tuple[str, ...]
     loads: tuple[str, ...]
@@ -64,6 +67,8 @@ class Bench:
     kv_capacity_tokens: tuple[int | None, ...]
     comparison: Comparison | None
     warnings: tuple[str, ...]
+    served: tuple[Served | None, ...] = ()
+    gpu: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain data; what was not measured is null."""
@@ -88,8 +93,10 @@ def summarise(
     runs: Sequence[Run],
     capacities: Sequence[int | None],
     comparison: Comparison | None = None,
+    *,
+    gpu: str | None = None,
 ) -> Bench:
-    """Builds the results of all `runs` of `plan`."""
+    """Builds the results of all `runs` of `plan`, on a `gpu` of that name."""
     found = {(run.round, run.load, run.target): run for run in runs}
     cells = tuple(
         tuple(_cell(plan, found, load, target) for target in range(len(plan.places)))
@@ -97,6 +104,8 @@ def summarise(
     )
     return Bench(
         targets=tuple(place.name for place in plan.places),
+        served=tuple(place.served for place in plan.places),
+        gpu=gpu,
         loads=tuple(map(str, plan.loads)),
         rounds=plan.rounds,
         requests=plan.requests,

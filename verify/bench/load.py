@@ -5,18 +5,21 @@ time between two of its tokens. It is vLLM's own, so figures compare with vLLM's
 tokens; end-of-sequence is ignored, so that every server generates the same number of tokens.
 """
 
+import argparse
 import json
 import re
+import shlex
 import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import BackendError, ConfigError
 from serve.vllm_server import child_process, last_line, require_command
 
-__all__ = ["FIGURES", "Generator", "Load", "Place"]
+__all__ = ["FIGURES", "Generator", "Load", "Place", "Served"]
 
 # Names of the figures in reports, and in the generator's JSON.
 FIGURES = {
@@ -26,6 +29,8 @@ FIGURES = {
     "itl_p50_ms": "p50_itl_ms",
     "itl_p99_ms": "p99_itl_ms",
 }
+# vLLM's names of 8-bit caches.
+_CACHES = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 _FORM = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 
@@ -63,6 +68,32 @@ class Place:
     url: str
     model: str
     is_vllm: bool = False
+    served: "Served | None" = None  # of a checkpoint that vLLM was started on
+
+
+@dataclass(frozen=True)
+class Served:
+    """The recipe and cache that a started vLLM serves; `recipe` is None if not quantized."""
+
+    recipe: str | None
+    kv_cache: str
+    tensor_parallel: int
+
+    @classmethod
+    def of(cls, checkpoint: Path, options: str) -> "Served":
+        """Reads them from a checkpoint's manifest; `options` of `vllm serve` come after it."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--kv-cache-dtype", default="")
+        parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=0)
+        given, _ = parser.parse_known_args(shlex.split(options))
+        recipe, kv_cache, degree = None, "float16", 1
+        if (checkpoint / MANIFEST_FILE).exists():
+            manifest = Manifest.load(checkpoint, "checkpoint", verify=False)
+            recipe, kv_cache = manifest.recipe.name, str(manifest.details.get("kv_cache"))
+            degree = manifest.details.get("tensor_parallel") or 1
+        if given.kv_cache_dtype and not (given.kv_cache_dtype == "auto" and kv_cache == "e4m3"):
+            kv_cache = _CACHES.get(given.kv_cache_dtype, "float16")
+        return cls(recipe, kv_cache, given.tensor_parallel_size or degree)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from serve.backends.prometheus import load_of
 
-__all__ = ["Gpu", "Watch", "is_local", "kv_capacity", "watched"]
+__all__ = ["Gpu", "Watch", "gpu_name", "is_local", "kv_capacity", "watched"]
 
 _EVERY_S = 0.1
 _TIMEOUT_S = 10.0
@@ -73,6 +73,23 @@ def watched() -> Iterator[Watch | None]:
         finally:
             stop.set()
             thread.join()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpu_name() -> str | None:
+    """Returns the name of the first GPU that this process may use; None without pynvml or one."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # as in `watched`
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(_visible(pynvml)[0])
+        return str(pynvml.nvmlDeviceGetName(handle))
+    except (IndexError, pynvml.NVMLError):
+        return None
     finally:
         pynvml.nvmlShutdown()
 

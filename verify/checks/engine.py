@@ -56,6 +56,8 @@ def _check_precision(manifest: Manifest, found: Verification) -> None:
             "precision: the manifest does not list which GEMMs run in 8 or 4 bits"
         )
         return
+    if not manifest.details.get("quantized", True):
+        return
     for linear in manifest.model.spec.linears():
         scheme = manifest.recipe.scheme_of(linear.name)
         if scheme is None:
@@ -101,7 +103,8 @@ def _check_graph(manifest: Manifest, original: Original | None, found: Verificat
         original.checkpoint.path,
         kv_cache=manifest.details["kv_cache"]["dtype"],
     )
-    graph = build_engine_graph(source)
+    quantized = bool(manifest.details.get("quantized", True))
+    graph = build_engine_graph(source, quantize=quantized)
     with tempfile.TemporaryDirectory(prefix="octet-verify.") as directory:
         require_space(Path(directory), graph.weight_bytes)
         graph.save(Path(directory), inline_limit=INLINE_LIMIT_BYTES)

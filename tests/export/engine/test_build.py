@@ -20,6 +20,7 @@ from export.engine.library import Gpu
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ExportError, UnsupportedError
 from tests.export import fake_tensorrt
+from verify.artifact import verify
 
 H200 = Gpu("NVIDIA H200", "sm90")
 
@@ -70,6 +71,29 @@ class TestTensorRTRTX:
         assert config is not None
         assert (config.capabilities, config.pools) == ([120, 89], {0: 1 << 30})
         assert not [name for name in manifest.files if "onnx" in name]
+
+    def test_an_unquantized_baseline_has_no_quantized_products_and_no_expected_cost(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        """Also of a recipe that the target cannot multiply."""
+        out = tmp_path / "engine"
+        build_engine(calibrations["nvfp4"], out, targets=["sm89"], quantize=False)
+        details = Manifest.load(out, "engine").details
+        assert details["quantized"] is False and details["kv_cache"]["dtype"] == "float16"
+        assert details["precision"]["products"] == {}
+        assert "expected_divergence" not in details
+        found = verify(out, calibration=calibrations["nvfp4"])
+        assert found.ok and not [line for line in found.unchecked if "graph" in line]
+
+    def test_the_shapes_that_an_engine_is_tuned_for_can_be_chosen(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        options = {"targets": ["sm89"], "max_batch": 8, "usual_batch": 8, "usual_length": 100}
+        build_engine(calibrations["fp8"], tmp_path / "out", **options)  # type: ignore[arg-type]
+        details = Manifest.load(tmp_path / "out", "engine").details
+        assert details["profiles"]["decode"]["attention_mask"][1] == [8, 1, 1, 101]
+        with pytest.raises(UnsupportedError, match="usual_batch 9: the engine is built for 1 to 8"):
+            build_engine(calibrations["fp8"], tmp_path / "no", **options | {"usual_batch": 9})  # type: ignore[arg-type]
 
     def test_the_graph_is_the_same_in_every_build(
         self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path

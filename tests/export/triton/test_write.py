@@ -11,7 +11,7 @@ from export.checkpoint.write import export_checkpoint
 from export.onnx.graph import Graph
 from export.onnx.write import export_onnx
 from export.source import Source
-from export.triton.entries import SLOTS, python_entry, vllm_engine
+from export.triton.entries import SLOTS, Tuning, python_entry, vllm_engine
 from export.triton.step_entries import read_graph
 from export.triton.write import export_all, export_triton
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
@@ -283,3 +283,33 @@ def test_all_touches_nothing_where_one_entry_is_in_the_way(
     export_all(calibrations["fp8"], tmp_path, name="tiny")
     export_all(calibrations["fp8"], tmp_path, name="tiny", force=True)
     assert (tmp_path / "tiny" / MANIFEST_FILE).is_file()
+
+
+def test_an_entry_can_be_tuned(calibrations: dict[str, Path], tmp_path: Path) -> None:
+    out, tuning = tmp_path / "lm", Tuning(instances=3, queue_delay_us=500, preferred_batches=(4, 8))
+    export_triton(calibrations["fp8"], out, backend="onnxruntime", tuning=tuning)
+    config = config_of(out)
+    assert config.instance_group[0].count == 3
+    assert config.dynamic_batching.max_queue_delay_microseconds == 500
+    assert list(config.dynamic_batching.preferred_batch_size) == [4, 8]
+    assert config.dynamic_batching.default_queue_policy.max_queue_size == 1024  # as it was
+
+
+@pytest.mark.parametrize(
+    ("backend", "tuning", "message"),
+    [
+        ("vllm", Tuning(instances=2), "--instances: vLLM's entry has one"),
+        ("python", Tuning(queue_delay_us=1), "only the entry of --backend onnxruntime"),
+        ("onnxruntime", Tuning(preferred_batches=(17,)), "--preferred-batch 17: .* takes 16"),
+    ],
+)
+def test_a_tuning_that_an_entry_cannot_have_is_refused(
+    backend: Backend,
+    tuning: Tuning,
+    message: str,
+    calibrations: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        export_triton(calibrations["fp8"], tmp_path / "lm", backend=backend, tuning=tuning)
+    assert not (tmp_path / "lm").exists()

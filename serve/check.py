@@ -5,7 +5,7 @@ from pathlib import Path
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import OctetError
-from serve.backends.factory import make_backend
+from serve.members.factory import make_backend
 from serve.config import (
     BackendConfig,
     EmbeddedConfig,

@@ -9,7 +9,13 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
-from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
+from serve.config.backends import (
+    BackendConfig,
+    EmbeddedConfig,
+    HttpConfig,
+    ManagedConfig,
+    TritonConfig,
+)
 from serve.config.document import Document, Loc, Problem
 from serve.config.gateway import GatewayConfig
 from serve.config.load import refuse, validated
@@ -28,7 +34,7 @@ __all__ = [
     "warnings",
 ]
 
-_BACKEND: TypeAdapter[EmbeddedConfig | HttpConfig | TritonConfig] = TypeAdapter(BackendConfig)
+_BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 _NO_TIERS = ": the file has no `tiers`"
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
@@ -69,7 +75,7 @@ def warnings(config: GatewayConfig) -> list[str]:
     ]
 
 
-def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig | TritonConfig:
+def at_address(template: DnsDiscovery, host: str) -> BackendConfig:
     """Makes the backend of `template` at one address. Raises pydantic's ValidationError."""
     bracketed = f"[{host}]" if ":" in host else host
     scheme = "" if template.backend.get("type") == "triton" else "http://"
@@ -80,7 +86,7 @@ def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig
 def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
     """Returns the problem of a backend that several models use and that names no `model`."""
     models = sorted(models)
-    if len(models) < 2 or isinstance(config, EmbeddedConfig) or config.model:
+    if len(models) < 2 or isinstance(config, EmbeddedConfig | ManagedConfig) or config.model:
         return None
     return f"say which `model` the server knows: the models {', '.join(models)} use this pool"
 
@@ -158,7 +164,7 @@ def _pool(config: GatewayConfig, name: str, loc: Loc, pool: PoolConfig) -> Itera
 
 
 def _template(loc: Loc, source: DnsDiscovery, models: Iterable[str]) -> Iterator[Problem]:
-    for key in ("name", "url"):
+    for key in ("name", "url", "artifact"):
         if key in source.backend:
             yield (*loc, key), "leave it out: each address found gets one of its own"
     if source.backend.get("type") == "embedded":

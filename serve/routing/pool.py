@@ -15,7 +15,7 @@ from functools import partial
 from typing import Self
 
 from serve.backends.base import Backend
-from serve.backends.factory import make_backend
+from serve.members.factory import make_backend
 from serve.config import BackendConfig, PoolConfig
 from serve.members.member import Member
 from serve.proof.exam import Exams, directory_of

@@ -18,7 +18,7 @@ import pytest
 from octet.artifacts.golden import GoldenSet
 from octet.proof.reference import load_proofs
 from serve.backends.base import Backend
-from serve.backends.factory import make_backend
+from serve.members.factory import make_backend
 from serve.config import HttpConfig, TritonConfig
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.plan import FIRST_PART, order, simulated

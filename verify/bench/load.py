@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from octet.errors import BackendError, ConfigError
-from serve.vllm_server import child_process, last_line, require_command
+from serve.vllm.command import require_command
+from serve.vllm.process import child_process, last_line
 
 __all__ = ["FIGURES", "Generator", "Load", "Place"]
 

@@ -12,7 +12,7 @@ import pytest
 from octet.artifacts.manifest import MANIFEST_FILE
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from serve.backends.embedded import EmbeddedBackend
-from serve.backends.factory import make_backend
+from serve.members.factory import make_backend
 from serve.config import EmbeddedConfig
 from serve.engine.load import load_runner
 from serve.runner.onnx import OnnxRunner

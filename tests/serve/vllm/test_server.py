@@ -14,7 +14,8 @@ from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError, BackendError, ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
-from serve.vllm_server import VllmServer, last_line
+from serve.vllm.process import last_line
+from serve.vllm.server import VllmServer
 from tests.layout import ROOT
 
 # Writes how it was started; then is healthy, or ends as $FAULT says, or when its parent is gone.
@@ -144,7 +145,7 @@ def test_it_ends_with_a_parent_that_is_killed(
     checkpoint: Path, command: str, tmp_path: Path
 ) -> None:
     code = (
-        "import os, sys, pathlib; from serve.vllm_server import VllmServer\n"
+        "import os, sys, pathlib; from serve.vllm.server import VllmServer\n"
         f"with VllmServer(pathlib.Path({str(checkpoint)!r}), log=pathlib.Path(os.devnull),"
         f" command={command!r}):\n    os.kill(os.getpid(), 9)"
     )

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import OctetError
-from serve.members.factory import make_backend
 from serve.config import (
     BackendConfig,
     EmbeddedConfig,
@@ -22,6 +21,7 @@ from serve.config.load import load_backends, refuse
 from serve.engine.tokenizer import Tokenizer
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import unproven
+from serve.members.factory import make_backend
 from serve.proof.exam import Exams, directory_of
 
 __all__ = ["check"]

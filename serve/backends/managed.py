@@ -4,17 +4,20 @@ import asyncio
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 from octet.errors import ConfigError
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig, ManagedConfig
 from serve.vllm.command import (
+    WEIGHT_ONLY,
     artifact_flags,
     find_vllm,
     gpus,
     machine_flags,
     require_checkpoint,
     served_name,
+    weight_only_flags,
 )
 from serve.vllm.process import free_port
 from serve.vllm.supervisor import Supervisor
@@ -32,7 +35,8 @@ class ManagedBackend(OpenAiHttpBackend):
         """Raises OctetError for an artifact that is no checkpoint."""
         require_checkpoint(config.artifact)
         self._managed = config
-        server = HttpConfig(type="vllm", url=_url(free_port()), model=served_name(config.artifact))
+        name = config.model or served_name(config.artifact)
+        server = HttpConfig(type="vllm", url=_url(free_port()), model=name)
         super().__init__(model, server)
         self.supervisor: Supervisor | None = None
 
@@ -40,6 +44,13 @@ class ManagedBackend(OpenAiHttpBackend):
     def gave_up(self) -> str:
         """Says why vLLM does not start, or ""; it is started again and again all the same."""
         return "" if self.supervisor is None else self.supervisor.gave_up
+
+    @property
+    def process(self) -> dict[str, Any]:
+        found = self.supervisor
+        if found is None:
+            return {}
+        return {"pid": found.pid, "starts": found.starts, "last_end": found.last_end or None}
 
     async def start(self) -> None:
         await super().start()
@@ -49,7 +60,7 @@ class ManagedBackend(OpenAiHttpBackend):
             config.name or config.artifact.name,
             lambda port: [*words, "--host", "127.0.0.1", "--port", str(port)],
             self._health,
-            environment=config.environment,
+            environment=config.environment | (WEIGHT_ONLY if config.weight_only else {}),
             moved=self._move,
             start_timeout_s=config.start_timeout_s,
         )
@@ -67,12 +78,12 @@ class ManagedBackend(OpenAiHttpBackend):
         if vllm.problem:
             _log.warning("%s; it is proven all the same", vllm.problem)
         _require_space(Path(config.environment.get("VLLM_CACHE_ROOT", Path.home())))
-        own = artifact_flags(config.artifact) or ["--served-model-name", self.served_name]
         return [
             *vllm.words,
             str(config.artifact.resolve()),
-            *own,
+            *(artifact_flags(config.artifact) or ("--served-model-name", self.served_name)),
             *machine_flags(config.artifact, gpus(), config.options),
+            *(weight_only_flags(vllm) if config.weight_only else ()),
             "--disable-uvicorn-access-log",  # each health check would be a line
             *config.options,
         ]

@@ -116,6 +116,8 @@ class ManagedConfig(_Backend):
     command: str | None = None  # instead of `python`; default: `vllm`, or this environment's
     options: tuple[str, ...] = ()  # of `vllm serve`, after those that Octet chooses; they win
     environment: dict[str, str] = Field(default_factory=dict)  # more variables for vLLM
+    model: str | None = None  # the name that vLLM gives it; default: the export's
+    weight_only: bool = False  # never rounds activations, even where the GPU could (Marlin)
     # Compiling kernels can take minutes; after this, vLLM is taken to hang, and started again.
     start_timeout_s: Seconds = 1200.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from octet.errors import BackendError
-from serve.backends.base import Backend, LoadReport
+from serve.backends.base import Backend, LoadReport, supervised
 from serve.config import BackendConfig, Ejection
 from serve.members.breaker import Breaker
 from serve.members.proof_state import MemberProof
@@ -139,6 +139,12 @@ class Member:
         if self._full():
             return "full"
         return "trial" if state == "half_open" else "in"
+
+    @property
+    def returning(self) -> bool:
+        """Returns whether it is a process of ours that is being started, and may serve soon."""
+        starting = supervised(self.backend) and not self.backend.gave_up
+        return starting and self.standing in ("unreachable", "not_ready", "unproven")
 
     def lease(self, tokens: int, *, again: bool = False) -> "Lease":
         """Assigns it a request of `tokens` tokens, until the lease is released.

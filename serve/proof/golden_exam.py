@@ -76,6 +76,7 @@ class GoldenExam:
             proofs.recipe,
             config.kv_cache or proofs.kv_cache,
             weights=weights,
+            activations=config.activations,
             engine=engine,
         )
         bound, _ = bound_of(proofs.recipe, quantized=weights == "quantized")

@@ -17,6 +17,7 @@ from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 
 __all__ = [
     "TESTED",
+    "WEIGHT_ONLY",
     "Gpu",
     "Installed",
     "artifact_flags",
@@ -27,9 +28,12 @@ __all__ = [
     "require_checkpoint",
     "require_command",
     "served_name",
+    "weight_only_flags",
 ]
 
 TESTED = ("0.24", "0.32")  # the oldest and the newest release that Octet was tested with
+_LINEAR_BACKEND = (0, 26)  # the oldest release that is known to have --linear-backend
+WEIGHT_ONLY = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}  # environment variables of older releases
 _SERVE_WITH = re.compile(r"(--kv-cache-dtype fp8_e[45]m[23])?")
 _VERSION = (
     "from importlib.metadata import version, PackageNotFoundError as E\n"
@@ -96,9 +100,10 @@ def _module(python: Path) -> tuple[str, ...]:
 
 def _interpreter_of(command: str) -> str | None:
     """Returns the Python in the first line of a script, or None."""
-    with suppress(OSError, UnicodeDecodeError, TypeError), Path(str(shutil.which(command))).open(
-        encoding="utf-8"
-    ) as script:
+    with (
+        suppress(OSError, UnicodeDecodeError, TypeError),
+        Path(str(shutil.which(command))).open(encoding="utf-8") as script,
+    ):
         first = script.readline().strip()
         if first.startswith("#!") and "python" in first:
             return first[2:].split()[-1] if "/env " in first else first[2:].split()[0]
@@ -226,6 +231,15 @@ def machine_flags(checkpoint: Path, found: Sequence[Gpu], options: Sequence[str]
         if value_of(name, options) is None
         for word in (name, value)
     ]
+
+
+def weight_only_flags(vllm: Installed) -> list[str]:
+    """Returns the options that keep activations in 16 bits, beside the variables `WEIGHT_ONLY`.
+
+    Where there is no Marlin, as on a CPU, both are without effect.
+    """
+    known = vllm.version is not None and _release(vllm.version) >= _LINEAR_BACKEND
+    return ["--linear-backend", "marlin"] if known else []
 
 
 def value_of(name: str, options: Sequence[str]) -> str | None:

@@ -147,8 +147,7 @@ class Supervisor:
                 break
             elif healthy_at is not None and now - seen_at > (_DEAD_S if status else _SILENT_S):
                 self.last_end = (
-                    f"has not been healthy for {now - seen_at:.0f} s:"
-                    f" {cause_in(list(self._lines))}"
+                    f"has not been healthy for {now - seen_at:.0f} s: {cause_in(list(self._lines))}"
                 )
                 break
         return 0.0 if healthy_at is None else now - healthy_at

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from octet.errors import OctetError
-from serve.members.factory import make_backend
 from serve.config import TritonConfig
+from serve.members.factory import make_backend
 
 
 def test_client_libraries_are_loaded_only_for_their_backends() -> None:

@@ -25,7 +25,7 @@ def serve(
     ] = None,
     vllm_options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- VLLM_OPTIONS", help="Options of `vllm serve`; they win."),
+        typer.Argument(help="Behind --: options of `vllm serve`, which win over Octet's."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML with pools of backends.")

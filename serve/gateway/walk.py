@@ -32,6 +32,7 @@ async def walk(model: str, pools: Sequence[Pool], changing: asyncio.Lock) -> Non
     given_up: list[str] = []
     for pool, following in zip_longest(pools, pools[1:]):
         pool.instead_of = ", ".join(given_up)
+        pool.has_successor = following is not None
         pool.phase = "starting"
         why = await _started(pool, changing) or await _failure(pool, last=following is None)
         if following is None:

@@ -37,7 +37,10 @@ GONE_S = 10.0
 
 
 class Member:
-    """A backend and its standing. A backend that has not been checked yet counts as healthy."""
+    """A backend and its standing.
+
+    One that has not been checked yet counts as healthy, unless this process starts it.
+    """
 
     def __init__(
         self,
@@ -69,11 +72,11 @@ class Member:
             changed=lambda: self.changed(),
         )
 
-        self.reachable = True
-        self.ready = True
+        self.reachable = self.ready = not supervised(backend)
         self.doubtful = False  # a request lost its connection, which is being checked
         self.leaving = False
-        self.out_since: float | None = None  # when it became unreachable or not ready, by the clock
+        # When it became unreachable or not ready, by the clock.
+        self.out_since: float | None = None if self.ready else clock()
         self.away_since: float | None = None  # when unreachable; kept until it comes in again
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock

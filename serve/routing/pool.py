@@ -88,6 +88,7 @@ class Pool:
         self._policy = self._make_policy()
         self.phase: Phase = "started"
         self.given_up: GivenUp | None = None
+        self.has_successor = False  # that starts when this one is given up
         self.instead_of = ""  # which pools of its model were given up before, and why
         self.closing = False  # once True, a failure is not the member's fault
         self.active = 0  # requests in the pool, including those waiting for a retry
@@ -187,9 +188,10 @@ class Pool:
 
     @property
     def returning(self) -> bool:
-        """Returns whether none serves, and a process that is being started may soon."""
-        starting = self.phase == "starting" or any(m.returning for m in self.members)
-        return starting and not self.ready
+        """Returns whether none serves, and waiting for a process that is being started may help."""
+        if self.phase == "starting" or (self.phase == "started" and self.has_successor):
+            return not self.ready
+        return any(m.returning for m in self.members) and not self.ready
 
     async def returned(self, unfit: Collection[Member], within_s: float) -> bool:
         """Waits for a member that is being started, but is not in `unfit`; True if one serves."""

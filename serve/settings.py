@@ -11,7 +11,14 @@ from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import MANIFEST_FILE, Kind, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.proof.declared import vllm_path
-from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig, ModelConfig, PoolConfig
+from serve.config import (
+    EmbeddedConfig,
+    GatewayConfig,
+    Health,
+    ManagedConfig,
+    ModelConfig,
+    PoolConfig,
+)
 from serve.config.checks import load_config
 from serve.config.proof import Proof
 from serve.vllm.command import find_vllm, gpus, machine_flags
@@ -26,6 +33,8 @@ _log = logging.getLogger(__name__)
 Way = Literal["native", "weight-only", "original", "onnx"]
 WAYS: tuple[Way, ...] = ("native", "weight-only", "original", "onnx")
 KEPT = ("calibration", "checkpoint", "onnx")  # directories that `octet serve MODEL` makes and keeps
+
+_SLOW_S = 600.0  # for a proof on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +160,16 @@ class _Checkpoint:
             environment=dict(self.options.environment),
             weight_only=weight_only,
         )
-        return PoolConfig(backends=(backend,), precision=precision, proof=proof)
+        if gpus():
+            return PoolConfig(backends=(backend,), precision=precision, proof=proof)
+        # Without FP8 units, vLLM's CPU build multiplies a few million numbers per second.
+        health, slow = Health(probe_timeout_s=_SLOW_S), {"timeout_s": _SLOW_S}
+        return PoolConfig(
+            backends=(backend,),
+            precision=precision,
+            proof=proof.model_copy(update=slow),
+            health=health,
+        )
 
     def _expected(self) -> Way:
         """Returns the first way that is worth a start on this machine, as far as that is known."""
@@ -190,7 +208,9 @@ class _Checkpoint:
         )
 
     def _beside(self, kind: Kind) -> Iterator[tuple[Path, Manifest]]:
-        """Yields the artifacts of a kind in the same directory."""
+        """Yields the artifacts of a kind in the same directory; none for an unknown calibration."""
+        if self.manifest.calibration is None:
+            return
         for path in sorted(self.path.resolve().parent.iterdir()):
             if (path / MANIFEST_FILE).is_file():
                 with suppress(ArtifactError):

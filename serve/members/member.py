@@ -146,8 +146,11 @@ class Member:
     @property
     def returning(self) -> bool:
         """Returns whether it is a process of ours that is being started, and may serve soon."""
-        starting = supervised(self.backend) and not self.backend.gave_up
-        return starting and self.standing in ("unreachable", "not_ready", "unproven")
+        if not supervised(self.backend) or self.backend.gave_up:
+            return False
+        standing = self.standing
+        ended = standing == "ejected" and self.breaker.certain  # its server says that it is dead
+        return ended or standing in ("unreachable", "not_ready", "unproven")
 
     def lease(self, tokens: int, *, again: bool = False) -> "Lease":
         """Assigns it a request of `tokens` tokens, until the lease is released.

@@ -23,7 +23,7 @@ def serve(
         Path | None,
         typer.Argument(help="A checkpoint, an ONNX export or an engine; or a model to quantize."),
     ] = None,
-    vllm_options: Annotated[
+    arguments: Annotated[
         list[str] | None,
         typer.Argument(help="Behind --: options of `vllm serve`, which win over Octet's."),
     ] = None,
@@ -80,15 +80,15 @@ def serve(
     """Serve OpenAI's API over vLLM, Triton, the embedded engine or any other server of it.
 
     For a checkpoint, starts vLLM with the flags that it and the machine need, proves it, and starts
-    it again if it ends. A model that is not quantized is calibrated and exported first; where there
-    is no vLLM, the embedded engine serves it.
+    it again if it ends. A model that is not quantized is calibrated and exported first; without a
+    GPU, or without vLLM, the embedded engine serves it.
     """
     if (target is None) == (config is None):
         raise ConfigError("give either an export to serve, or --config FILE")
     if check and config is None:
         raise ConfigError("--check is for a configuration: give --config FILE")
-    if vllm_options and not vllm_options[0].startswith("-"):
-        raise ConfigError(f"{vllm_options[0]}: give one export; options of vLLM go behind --")
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(f"{arguments[0]}: give one export; options of vLLM go behind --")
     if check and config is not None:
         _check(config, proof=proof)
         return
@@ -97,14 +97,13 @@ def serve(
 
     options = Options(
         python=python,
-        options=tuple(vllm_options or ()),
+        options=tuple(arguments or ()),
         environment={} if cache is None else cache_variables(cache.resolve()),
         fallback=fallback,
         way=way,
     )
     if target is not None and _is_model(target):
-        _require_port(host, port)
-        target = _quantized(target, recipe, samples, out, options)
+        target = _quantized(target, recipe, samples, out, options, (host, port))
     settings = settings_of(target, config, options)
     from serve.run import run  # loads the web server, after the mistakes in the settings
 
@@ -116,13 +115,18 @@ def _is_model(target: Path) -> bool:
 
 
 def _quantized(
-    model: Path, recipe: str, samples: Path | None, out: Path | None, options: "Options"
+    model: Path,
+    recipe: str,
+    samples: Path | None,
+    out: Path | None,
+    options: "Options",
+    address: tuple[str | None, int | None],
 ) -> Path:
     """Calibrates and exports a model as far as `out` lacks it; returns the directory of exports.
 
     The steps run as commands of their own, so that this process never loads torch.
     """
-    from serve.settings import has_vllm
+    from serve.settings import takes_vllm
 
     chosen = Recipe.load(recipe)
     kept = out or model.resolve().with_name(f"{model.resolve().name}.{chosen.name}")
@@ -142,8 +146,9 @@ def _quantized(
             " export of it"
         )
     else:
+        _require_free(*address)
         _octet("calibrate", model, "--samples", samples, "--recipe", recipe, "--out", calibration)
-    wanted = {"checkpoint": has_vllm(options.python) and options.way != "onnx"}
+    wanted = {"checkpoint": takes_vllm(options)}
     wanted["onnx"] = options.fallback or not wanted["checkpoint"]
     for kind, needed in wanted.items():
         if needed and not (kept / kind / MANIFEST_FILE).exists():
@@ -151,7 +156,7 @@ def _quantized(
     return kept
 
 
-def _require_port(host: str | None, port: int | None) -> None:
+def _require_free(host: str | None, port: int | None) -> None:
     """Raises ConfigError if the address is in use, before a calibration of minutes."""
     from serve.config.gateway import Listen
     from serve.run import bind

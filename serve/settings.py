@@ -23,7 +23,7 @@ from serve.config.checks import load_config
 from serve.config.proof import Proof
 from serve.vllm.command import find_vllm, gpus, machine_flags
 
-__all__ = ["KEPT", "WAYS", "Options", "Way", "has_vllm", "settings_of"]
+__all__ = ["KEPT", "WAYS", "Options", "Way", "settings_of", "takes_vllm"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,12 +79,19 @@ def settings_of(
     )
 
 
-def has_vllm(python: Path | None) -> bool:
-    """Returns whether vLLM is installed. Raises ConfigError if `python` is given and has none."""
+def takes_vllm(options: Options) -> bool:
+    """Decides whether vLLM serves what the embedded engine could serve, too.
+
+    It does where it is installed beside a GPU, or where `options` are about it: on a CPU the
+    embedded engine is faster. Raises ConfigError if `options` need a vLLM that is not there.
+    """
+    named = options.python is not None or bool(options.options)
+    if options.way == "onnx" or not (named or options.way is not None or gpus()):
+        return False
     try:
-        find_vllm(python=python)
+        find_vllm(python=options.python)
     except ConfigError:
-        if python is not None:
+        if named or options.way is not None:
             raise
         return False
     return True
@@ -96,9 +103,7 @@ def _kept_in(target: Path, options: Options) -> Path:
     found = [path for path in (checkpoint, onnx) if (path / MANIFEST_FILE).exists()]
     if not found or (target / MANIFEST_FILE).exists():
         return target
-    if onnx not in found or options.way not in (None, "onnx"):
-        return found[0]
-    if options.way is None and checkpoint in found and has_vllm(options.python):
+    if onnx not in found or (checkpoint in found and takes_vllm(options)):
         return found[0]
     _log.warning("serving %s in this process, on the CPU", onnx)
     return onnx

@@ -12,7 +12,7 @@ from octet.errors import ConfigError
 from octet.recipe import Recipe
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
 from serve.settings import Options, settings_of
-from serve.vllm.command import Gpu
+from serve.vllm.command import Gpu, Installed
 from tests.serve.vllm.exports import write_export
 
 H100 = Gpu("NVIDIA H100", (9, 0), memory=80_000, free=79_500)
@@ -104,11 +104,28 @@ def test_a_way_that_the_machine_does_not_have_is_left_out(
 def test_a_directory_of_exports_is_served_by_what_can_run(
     exports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve.settings, "has_vllm", lambda python: True)
-    assert managed(settings_of(exports, None), "m").artifact == exports / "checkpoint"
-    monkeypatch.setattr(serve.settings, "has_vllm", lambda python: False)
-    (backend,) = settings_of(exports, None).all_pools["m"].backends
-    assert isinstance(backend, EmbeddedConfig)
+    def find(*, python: Path | None) -> Installed:
+        if not installed:
+            raise ConfigError("no vLLM")
+        return Installed(("vllm",), None)
+
+    monkeypatch.setattr(serve.settings, "find_vllm", find)
+    cases: list[tuple[bool, list[Gpu], Options, bool]] = [
+        (True, [H100], Options(), True),
+        (False, [H100], Options(), False),
+        (True, [], Options(), False),  # on a CPU the embedded engine is faster
+        (True, [], Options(python=Path("python")), True),
+        (True, [], Options(way="original"), True),
+        (True, [H100], Options(way="onnx"), False),
+    ]
+    for installed, found, options, vllm in cases:
+        on(monkeypatch, *found)
+        settings = settings_of(exports, None, options)
+        (backend,) = settings.all_pools[ways(settings)[0]].backends
+        assert isinstance(backend, ManagedConfig) == vllm, (installed, found, options)
+    installed = False
+    with pytest.raises(ConfigError, match="no vLLM"):
+        settings_of(exports, None, Options(python=Path("python")))
 
 
 def test_what_cannot_be_served_is_refused(exports: Path) -> None:

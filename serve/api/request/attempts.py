@@ -188,7 +188,7 @@ class Attempts:
         try:
             while True:
                 try:
-                    await self._admit(pool, deadline)
+                    self.ticket = await self._admitted(pool, deadline)
                     break
                 except Overloaded as error:
                     if error.reason != "queue_timeout" or not pool.returning:
@@ -199,17 +199,17 @@ class Attempts:
         pool.active += 1
         self.pool = pool
 
-    async def _admit(self, pool: Pool, deadline: float) -> None:
-        if self.ticket is None:
-            self.ticket = await self.admission.admit(
-                pool,
-                self.principal,
-                tokens=self._ask_of.tokens,
-                deadline=deadline,
-                prompt_tokens=self.prompt_tokens,
-            )
-        else:
+    async def _admitted(self, pool: Pool, deadline: float) -> Ticket:
+        if self.ticket is not None:
             await self.ticket.move_to(pool, deadline=deadline)
+            return self.ticket
+        return await self.admission.admit(
+            pool,
+            self.principal,
+            tokens=self._ask_of.tokens,
+            deadline=deadline,
+            prompt_tokens=self.prompt_tokens,
+        )
 
     async def _ask(self, pool: Pool) -> Answer:
         tried: list[Member] = []

@@ -129,7 +129,7 @@ def _quantized(
     from serve.settings import takes_vllm
 
     chosen = Recipe.load(recipe)
-    kept = out or model.resolve().with_name(f"{model.resolve().name}.{chosen.name}")
+    kept = out or model.absolute().with_name(f"{model.absolute().name}.{chosen.name}")
     if (kept / MANIFEST_FILE).exists():
         raise ConfigError(f"{kept}: is an artifact; name another directory with --out, or serve it")
     calibration = kept / "calibration"

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ class ManagedBackend(OpenAiHttpBackend):
         vllm = find_vllm(config.command, config.python)
         if vllm.problem:
             _log.warning("%s; it is proven all the same", vllm.problem)
-        _require_space(Path(config.environment.get("VLLM_CACHE_ROOT", Path.home())))
+        variables = os.environ | config.environment
+        _require_space(Path(variables.get("VLLM_CACHE_ROOT") or Path.home()))
         return [
             *vllm.words,
             str(config.artifact.resolve()),

@@ -132,7 +132,6 @@ async def kill_under_load(service: Service, engine: int) -> Counter[str]:
         return Counter(await asyncio.gather(*sent))
 
 
-@pytest.mark.asyncio
 async def test_from_a_model_to_a_proven_service_that_survives_its_engine(kept: Path) -> None:
     words = (str(EXAMPLE / "model"), "--recipe", "fp8-block", "--way", "native", "--out", str(kept))
     samples = ("--samples", str(kept.parent / "samples.jsonl"))

@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,12 +136,17 @@ async def test_it_ends_when_a_reload_removes_it(tmp_path: Path, entry: Callable[
         await until(lambda: not alive(pid))
 
 
-async def test_one_that_cannot_be_found_is_refused(
-    tmp_path: Path, entry: Callable[..., str]
+async def test_one_that_can_never_start_is_refused(
+    tmp_path: Path, entry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = one(entry().replace(str(tmp_path / "vllm"), "no-such-vllm"))
     gateway = configured(tmp_path / "octet.yaml", text)
     with pytest.raises(ConfigError, match="no-such-vllm: no such command, so nothing can run vLLM"):
+        await gateway.start()
+    gateway = configured(tmp_path / "octet.yaml", one(entry()))
+    full = SimpleNamespace(free=100 << 20)
+    monkeypatch.setattr("serve.backends.managed.shutil.disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match="100 MB are free, and vLLM's kernel caches may take"):
         await gateway.start()
     with pytest.raises(ConfigError, match=r"no checkpoint \(no config.json\)"):
         configured(tmp_path / "octet.yaml", one(entry().replace("model,", "nothing,")))

@@ -11,10 +11,11 @@ from octet.errors import ConfigError
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig, ManagedConfig
 from serve.vllm.command import (
+    SAFE_PATH,
     WEIGHT_ONLY,
     artifact_flags,
     find_vllm,
-    gpus,
+    gpus_at_rest,
     machine_flags,
     require_checkpoint,
     served_name,
@@ -61,7 +62,9 @@ class ManagedBackend(OpenAiHttpBackend):
             config.name or config.artifact.name,
             lambda port: [*words, "--host", "127.0.0.1", "--port", str(port)],
             self._health,
-            environment=config.environment | (WEIGHT_ONLY if config.weight_only else {}),
+            environment=SAFE_PATH
+            | (WEIGHT_ONLY if config.weight_only else {})
+            | config.environment,
             moved=self._move,
             start_timeout_s=config.start_timeout_s,
         )
@@ -84,7 +87,7 @@ class ManagedBackend(OpenAiHttpBackend):
             *vllm.words,
             str(config.artifact.resolve()),
             *(artifact_flags(config.artifact) or ("--served-model-name", self.served_name)),
-            *machine_flags(config.artifact, gpus(), config.options),
+            *machine_flags(config.artifact, gpus_at_rest(), config.options),
             *(weight_only_flags(vllm) if config.weight_only else ()),
             "--disable-uvicorn-access-log",  # each health check would be a line
             *config.options,

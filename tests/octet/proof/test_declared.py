@@ -45,6 +45,16 @@ def test_an_engine_takes_its_own() -> None:
     assert fp4.paths == (WEIGHTS,)  # weight-only on Hopper
 
 
+def test_declared_activations_tell_native_from_weight_only() -> None:
+    native = declared_paths(SET, FP8, "e5m2", activations="quantized")
+    assert native.paths == (NEAREST, FLOAT32, TRUNCATED)
+    assert native.label == "fp8 weights and activations, e5m2 cache"
+    weight_only = declared_paths(SET, FP8, "e5m2", activations="original")
+    assert weight_only.paths == (WEIGHTS,) and weight_only.label == "fp8 weights only, e5m2 cache"
+    original = declared_paths(SET, FP8, "e5m2", weights="original", activations="quantized")
+    assert original.paths == (BARE,)
+
+
 def test_the_original_is_not_quantized() -> None:
     found = declared_paths(SET, FP8, "e5m2", weights="original", engine="vllm-gpu")
     assert found.paths == (BARE,)

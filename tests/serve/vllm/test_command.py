@@ -12,6 +12,7 @@ from serve.vllm.command import (
     Installed,
     find_vllm,
     gpus,
+    gpus_at_rest,
     machine_flags,
     value_of,
     weight_only_flags,
@@ -108,5 +109,12 @@ def test_gpus_are_those_that_nvidia_smi_lists(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert gpus({}) == [Gpu("NVIDIA H200", (9, 0), 143_771, 143_000)]
     assert gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
+    readings = tmp_path / "free"
+    readings.write_text("90\n100\n100\n")
+    command.write_text(
+        f'#!/bin/sh\necho "X, 9.0, 100, $(head -1 {readings})"\nsed -i 1d {readings}\n'
+    )
+    monkeypatch.setattr("serve.vllm.command._SETTLING_S", 0.0)
+    assert gpus_at_rest() == [Gpu("X", (9, 0), 100, 100)]  # a process has just ended
     command.write_text("#!/bin/sh\nexit 9\n")  # no driver
     assert gpus({}) == []

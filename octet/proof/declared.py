@@ -23,7 +23,7 @@ tried in order), v1/attention/backends/, csrc/cpu/cpu_attn_fp8.hpp.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octet.artifacts.scenarios import ScenarioSet
@@ -82,7 +82,18 @@ class Declared:
     kv_cache: KvCacheDtype | None = None
     weights: Literal["quantized", "original"] = "quantized"
     engine: Engine | None = None  # None: any
-    activations: Literal["quantized", "original"] | None = None  # None: either
+
+    def rounding(self, activations: Literal["quantized", "original"]) -> "Declared":
+        """Returns this with the activations of quantized linear layers in one way alone.
+
+        "original" is weight-only. Layers that are not quantized have no other way.
+        """
+        if self.weights == "original":
+            return self
+        rounded = activations == "quantized"
+        paths = tuple(path for path in self.paths if path.activations == rounded)
+        how = "activations rounded" if rounded else "weight-only"
+        return replace(self, paths=paths, label=f"{self.label}, {how}")
 
 
 def declared_paths(
@@ -92,13 +103,11 @@ def declared_paths(
     *,
     weights: Literal["quantized", "original"] = "quantized",
     engine: Engine | None = None,
-    activations: Literal["quantized", "original"] | None = None,
 ) -> Declared:
     """Returns the simulated paths with these weights and this cache that `engine` takes.
 
-    `engine` None accepts the paths of any engine. With `activations`, only paths that round the
-    activations of quantized linear layers ("quantized"), or only weight-only ones ("original").
-    Real kernels lie between a path's float32 and its bfloat16, so both conform.
+    `engine` None accepts the paths of any engine. Real kernels lie between a path's float32 and
+    its bfloat16, so both conform.
     """
     quantized = weights == "quantized"
     found = [
@@ -109,15 +118,10 @@ def declared_paths(
     if engine is not None:
         taken = {_shape(path) for path in _engine_paths(recipe, kv_cache, quantized, engine)}
         found = [path for path in found if _shape(path) in taken]
-    rounded = activations == "quantized"
-    if quantized and activations is not None:
-        found = [path for path in found if path.activations == rounded]
     name = f"{recipe.name} weights" if quantized else "original weights"
-    if quantized and activations is not None:
-        name += " and activations" if rounded else " only"
     cache = "16-bit" if kv_cache == "float16" else kv_cache
     label = f"{name}, {cache} cache" + (f", {engine}" if engine else "")
-    return Declared(tuple(found), label, kv_cache, weights, engine, activations)
+    return Declared(tuple(found), label, kv_cache, weights, engine)
 
 
 def _engine_paths(

@@ -76,9 +76,10 @@ class GoldenExam:
             proofs.recipe,
             config.kv_cache or proofs.kv_cache,
             weights=weights,
-            activations=config.activations,
             engine=engine,
         )
+        if config.activations is not None:
+            declared = declared.rounding(config.activations)
         bound, _ = bound_of(proofs.recipe, quantized=weights == "quantized")
         return cls(proofs, declared, bound, directory)
 

@@ -46,12 +46,13 @@ def test_an_engine_takes_its_own() -> None:
 
 
 def test_declared_activations_tell_native_from_weight_only() -> None:
-    native = declared_paths(SET, FP8, "e5m2", activations="quantized")
+    native = declared_paths(SET, FP8, "e5m2").rounding("quantized")
     assert native.paths == (NEAREST, FLOAT32, TRUNCATED)
-    assert native.label == "fp8 weights and activations, e5m2 cache"
-    weight_only = declared_paths(SET, FP8, "e5m2", activations="original")
-    assert weight_only.paths == (WEIGHTS,) and weight_only.label == "fp8 weights only, e5m2 cache"
-    original = declared_paths(SET, FP8, "e5m2", weights="original", activations="quantized")
+    assert native.label == "fp8 weights, e5m2 cache, activations rounded"
+    weight_only = declared_paths(SET, FP8, "e5m2").rounding("original")
+    assert weight_only.paths == (WEIGHTS,)
+    assert weight_only.label == "fp8 weights, e5m2 cache, weight-only"
+    original = declared_paths(SET, FP8, "e5m2", weights="original").rounding("quantized")
     assert original.paths == (BARE,)
 
 

@@ -101,6 +101,12 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "kept"
 
 
+def words(kept: Path, way: str) -> tuple[str, ...]:
+    model, samples = str(EXAMPLE / "model"), str(kept.parent / "samples.jsonl")
+    more = ("--recipe", "fp8-block", "--way", way, "--out", str(kept))
+    return (model, "--samples", samples, *more)
+
+
 def engine_of(server: int) -> int:
     """The process id of the engine that a server of vLLM started."""
     for path in Path("/proc").glob("[0-9]*"):
@@ -133,9 +139,7 @@ async def kill_under_load(service: Service, engine: int) -> Counter[str]:
 
 
 async def test_from_a_model_to_a_proven_service_that_survives_its_engine(kept: Path) -> None:
-    words = (str(EXAMPLE / "model"), "--recipe", "fp8-block", "--way", "native", "--out", str(kept))
-    samples = ("--samples", str(kept.parent / "samples.jsonl"))
-    with running(Service(words=(*words, *samples), log=kept.parent / "log")) as service:
+    with running(Service(words=words(kept, "native"), log=kept.parent / "log")) as service:
         assert {path.name for path in kept.iterdir()} == {"calibration", "checkpoint", "onnx"}
         headers = await asyncio.to_thread(service.complete)
         assert headers["x-octet-fallback"] == "weight-only; native refused"
@@ -165,14 +169,14 @@ def service_pid(log: str) -> int:
 
 
 def test_the_original_and_then_the_cpu_take_over(kept: Path) -> None:
-    words = (str(kept / "checkpoint"), "--way", "original")
-    with running(Service(words=words, log=kept.parent / "original.log")) as service:
+    service = Service(words=words(kept, "original"), log=kept.parent / "original.log")
+    with running(service):
         assert service.complete()["x-octet-precision"] == "original"
         (backend,) = service.status()["pools"]["original"]["backends"]
         assert backend["proof"]["state"] == "proven"
     wrong = ("--no-such-option",)
     log = kept.parent / "onnx.log"
-    with running(Service(words=words, options=wrong, log=log)) as service:
+    with running(Service(words=words(kept, "original"), options=wrong, log=log)) as service:
         headers = service.complete()
         assert headers["x-octet-fallback"] == "onnx; original does_not_start"
         assert headers["x-octet-precision"] == "fp8-block-onnx"

@@ -14,9 +14,11 @@ import pytest
 
 from octet.errors import ConfigError, OctetError
 from serve.backends.managed import ManagedBackend
+from serve.check import check
 from serve.config.checks import load_config
 from serve.gateway.reload import reload_from
 from serve.gateway.status import status as status_of
+from serve.http.status_page import render
 from serve.vllm import supervisor
 from tests.fake_servers.vllm_command import write_vllm
 from tests.serve.conftest import Served, configured, serving_gateway
@@ -152,6 +154,17 @@ async def test_one_that_can_never_start_is_refused(
         configured(tmp_path / "octet.yaml", one(entry().replace("model,", "nothing,")))
 
 
+async def test_requests_that_queue_wait_for_the_start_too(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    short = f"{QUICK}, admission: {{max_tokens: 12, max_wait_s: 0.2}}"
+    async with gateway_of(tmp_path, one(entry()).replace(QUICK, short)) as served:
+        answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(4)]
+        assert [status for status, _ in await asyncio.gather(*answers)] == 4 * [200]
+        samples = served.gateway.admission.rejections
+        assert samples["p", "queue_timeout"]
+
+
 def chain(*entries: str) -> str:
     names = ["first", "second", "third"][: len(entries)]
     pools = "".join(
@@ -182,12 +195,17 @@ async def test_pools_start_one_at_a_time_until_one_serves(
         assert sample("octet_pool_given_up", labels) == 1
         assert sample("octet_pool_given_up", labels | {"pool": "third"}) is None
         assert not served.gateway.pools["first"].members
+        page = render(status_of(served.gateway))
+        assert "Pool first" in page and "was given up, and the next one started" in page
 
 
 async def test_the_first_pool_that_serves_is_the_only_one_that_starts(
     tmp_path: Path, entry: Callable[..., str]
 ) -> None:
     text = chain(entry(), entry())
+    (tmp_path / "octet.yaml").write_text(text)
+    line = "pool second, least_tokens: 1 backend, started one pool at a time"
+    assert line in check(tmp_path / "octet.yaml")
     async with gateway_of(tmp_path, text) as served:
         async with served.session.post("/v1/completions", json=BODY) as answer:
             assert answer.status == 200 and "x-octet-fallback" not in answer.headers

@@ -120,12 +120,19 @@ def engine_of(server: int) -> int:
 
 
 async def kill_under_load(service: Service, engine: int) -> Counter[str]:
-    """What becomes of 48 requests, half of them streamed, when the engine is killed."""
+    """What becomes of 48 requests, half of them streamed, when the engine is killed.
+
+    That is when the first of them has a token.
+    """
+    started = asyncio.Event()
 
     async def one(session: aiohttp.ClientSession, stream: bool) -> str:
-        body = BODY | {"stream": stream}
+        body = BODY | {"stream": stream, "max_tokens": 400}
+        text = ""
         async with session.post(f"{service.url}/v1/completions", json=body) as answer:
-            text = await answer.text()
+            async for piece in answer.content.iter_any():
+                text += piece.decode()
+                started.set()
         events = text.count('"text"')
         if answer.status == 200 and '"error"' not in text:
             return "whole"
@@ -133,7 +140,7 @@ async def kill_under_load(service: Service, engine: int) -> Counter[str]:
 
     async with aiohttp.ClientSession() as session:
         sent = [asyncio.create_task(one(session, bool(i % 2))) for i in range(48)]
-        await asyncio.sleep(0.3)
+        await started.wait()
         os.kill(engine, signal.SIGKILL)
         return Counter(await asyncio.gather(*sent))
 

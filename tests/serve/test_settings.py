@@ -93,7 +93,7 @@ def test_a_way_that_the_machine_does_not_have_is_left_out(
     write_export(exports / "fp4", tiny_model, "m", tensor_parallel=1, recipe=Recipe.load("nvfp4"))
     options = Options(fallback=True)
     assert ways(settings_of(exports / "fp4", None, options)) == ("weight-only",)
-    assert "no nvfp4 kernel that rounds activations on NVIDIA H100" in caplog.text
+    assert "no nvfp4 kernel that rounds activations on" in caplog.text
     assert "original is left out: the original model is not known" in caplog.text
     on(monkeypatch, B200)  # nothing is known of it: it is tried
     assert ways(settings_of(exports / "fp4", None, options))[0] == "native"

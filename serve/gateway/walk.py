@@ -25,9 +25,9 @@ _OUT_S = 1800.0  # longer than vLLM may take to start, and to be proven
 
 
 async def walk(model: str, pools: Sequence[Pool], changing: asyncio.Lock) -> None:
-    """Starts `pools` in this order, each when the one before was given up; never ends by itself.
+    """Starts `pools` in this order, each when the one before was given up.
 
-    `changing` is held while members come and go.
+    Ends only if the last one cannot be started. `changing` is held while members come and go.
     """
     given_up: list[str] = []
     for pool, following in zip_longest(pools, pools[1:]):
@@ -55,7 +55,9 @@ async def _started(pool: Pool, changing: asyncio.Lock) -> GivenUp | None:
         try:
             for entry in pool.config.backends:
                 members.append(await pool.prepare(entry, patience_s=0.0))
-        except OctetError as error:
+        except Exception as error:
+            if not isinstance(error, OctetError):  # a defect of ours; the next pool may start
+                _log.exception("pool %s", pool.name)
             for member in members:
                 await pool.discard(member)
             return GivenUp("does_not_start", f"cannot be started: {error}")

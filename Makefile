@@ -52,7 +52,7 @@ bench: setup
 
 # A site in build/site. mkdocs has an environment of its own.
 docs: setup .venv-docs/.installed
-	rm -rf build/docs && mkdir -p build && cp -r docs build/docs && rm build/docs/reference.py
+	rm -rf build/docs && mkdir -p build && cp -r docs build/docs && rm build/docs/*.py
 	$(BIN)/python docs/reference.py build/docs/reference
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from octet.artifacts.serving_path import Expectation, ServingPath
-from octet.proof.declared import Machine, vllm_path
+from octet.hardware.devices import find_device
+from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
+Machine = Literal["cpu", "sm90"]
+# The device and the version of vLLM that each machine stands for.
+MACHINES: dict[Machine, tuple[str, str]] = {"cpu": ("cpu-avx512", "0.32"), "sm90": ("9.0", "0.24")}
 UNTIED = "untied"  # a copy of the example whose head has a tensor of its own
 
 
@@ -40,7 +44,8 @@ class Case:
     def path(self, machine: Machine) -> ServingPath:
         recipe = None if self.recipe is None else PRESETS[self.recipe]
         pair = None if recipe is None else (recipe.weights, recipe.activations)
-        return vllm_path(pair, self.cache, machine, attention=self.attention)
+        device, version = MACHINES[machine]
+        return vllm_path(pair, self.cache, find_device(device), version, attention=self.attention)
 
 
 CASES: dict[Machine, tuple[Case, ...]] = {

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from card import conditions, report
-from vllm_cases import CASES, EXAMPLE, UNTIED, Case, prepare
+from vllm_cases import CASES, EXAMPLE, UNTIED, Case, Machine, prepare
 from vllm_offline import ENVIRONMENT, engine
 
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.serving_path import Expectation
-from octet.proof.declared import Machine
 from octet.proof.top_k import TopK, top_k_divergence
 
 TOKENS = 16

@@ -1,8 +1,9 @@
 """The options of a calibration, and the checks that need no library: the first to fail, at once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from calibrate.quality.gate import Gate
 from calibrate.quality.refused import check_refused, refused_directory
@@ -24,6 +25,7 @@ class Options(Sampling):
     model: Path  # directory of a checkpoint
     out: Path
     recipe: Recipe
+    chosen: Mapping[str, Any] | None = None  # why `recipe` was chosen, if nobody named it
     name: str | None = None  # of the model when served; default: its directory's name
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -328,6 +328,8 @@ def _write(
         "held_out": job.inputs.split.facts,
         "warnings": list(report.warnings),
     }
+    if options.chosen is not None:
+        details["chosen"] = dict(options.chosen)
     if solution.budget is not None:
         kept = ("metric", "limit", "reached", "bound", "met", "evaluated_on")
         details["budget"] = {key: solution.budget[key] for key in kept}

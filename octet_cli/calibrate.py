@@ -3,16 +3,18 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, GpuError
 from octet.interrupts import held_back
 from octet.limit import Limit
 from octet.recipe import KvCacheDtype, Recipe
+from octet.tables import Stacked
 from octet_cli.options import (
     RECIPES,
     Force,
@@ -29,9 +31,11 @@ from octet_cli.options import (
 )
 from octet_cli.possible_exports import possible_exports
 
-__all__ = ["calibrate", "chosen_recipe", "rescale"]
+if TYPE_CHECKING:
+    from octet.hardware.choice import Choice
 
-RecipeOption = Annotated[str, typer.Option(help=f"{RECIPES}, or a YAML file.")]
+__all__ = ["calibrate", "chosen_for", "chosen_recipe", "rescale"]
+
 KvOption = Annotated[
     KvCacheDtype | None,
     typer.Option("--kv-cache", "--kv", help="Format of the cache, if not the recipe's."),
@@ -54,7 +58,15 @@ def calibrate(
         Path, typer.Option("--samples", help="JSONL, text, folder of texts, Parquet or data set.")
     ],
     out: Out,
-    recipe: RecipeOption = "fp8",
+    recipe: Annotated[
+        str, typer.Option(help=f"{RECIPES}, a YAML file, or auto: what runs best on --for.")
+    ] = "fp8",
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for", help="GPUs that --recipe auto chooses for: h100,l40s (default: this machine)."
+        ),
+    ] = None,
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     name: Annotated[
@@ -118,11 +130,18 @@ def calibrate(
     from calibrate.options import Options, validate
     from calibrate.quality.gate import Gate
 
+    choice = None
+    if recipe == "auto":
+        console = console_for(as_json)
+        choice = chosen_for(for_, kv_cache, small=budget is not None, console=console)
+    elif for_ is not None:
+        raise ConfigError("--for is for --recipe auto, which chooses a recipe for these GPUs")
     options = Options(
         model=model,
         samples=samples,
         out=out,
-        recipe=chosen_recipe(recipe, kv_cache, exclude),
+        recipe=chosen_recipe(recipe if choice is None else choice.recipe, kv_cache, exclude),
+        chosen=None if choice is None else choice.details(),
         name=name,
         count=count,
         held_out=held_out,
@@ -233,6 +252,36 @@ def _wrote(out: Path, manifest: Manifest, model: Path | None, as_json: bool) -> 
         console.print("it cannot:")
     for arguments, reason in refused.items():
         console.print(f"  octet export {arguments}: {reason}")
+
+
+def chosen_for(
+    devices: str | None, kv_cache: KvCacheDtype | None, *, small: bool, console: Console | None
+) -> "Choice":
+    """Chooses a recipe and a cache for the GPUs in `devices`, and prints the reasons as a table."""
+    from octet.hardware.choice import choose
+    from octet.hardware.devices import find_device
+    from octet.hardware.machine import local_devices
+
+    if devices is None:
+        found = local_devices()
+    else:
+        names = [name.strip() for name in devices.split(",") if name.strip()]
+        found = tuple(dict.fromkeys(map(find_device, names)))
+        if not found:
+            raise ConfigError("--for names no GPU: say such as h100,l40s")
+    choice = choose(found, small=small, cache=kv_cache)
+    if console is not None:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for title in ("", *choice.devices, "", ""):
+            table.add_column(title, overflow="fold")
+        chosen = (choice.recipe.name, choice.recipe.kv_cache)
+        for candidate in (*choice.weights, *choice.caches):
+            mark = "chosen" if candidate.name in chosen else ""
+            name = candidate.name if candidate in choice.weights else f"{candidate.name} cache"
+            table.add_row(name, *candidate.cells, candidate.about, mark)
+        console.print(Stacked(table))
+        console.print(choice.reason, highlight=False, markup=False)
+    return choice
 
 
 def chosen_recipe(

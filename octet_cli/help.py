@@ -23,6 +23,7 @@ EXAMPLES = {
     "calibrate": (
         "octet calibrate Llama-3.2-1B --samples samples.jsonl --out calibration",
         "octet calibrate Llama-3.2-1B --samples samples.jsonl --recipe nvfp4 --kv e4m3 -o nvfp4",
+        "octet calibrate Qwen3-8B --samples s.jsonl --recipe auto --for h100,l40s,b200 -o shared",
         "octet calibrate Qwen3-8B --samples chats.parquet -o calibration --max-ppl-change 1%",
     ),
     "rescale": (
@@ -65,6 +66,11 @@ EXAMPLES = {
         "octet bench Llama-3.2-1B checkpoint --tokenizer Llama-3.2-1B --load 16x1024x128",
         "octet bench http://a:8000 http://b:8000 --tokenizer Llama-3.2-1B --out runs",
     ),
+    "doctor": (
+        "octet doctor",
+        "octet doctor checkpoint --python /opt/vllm/bin/python",
+        "octet doctor --config gateway.yaml --json",
+    ),
     "prewarm": ("octet prewarm checkpoint --cache /var/cache/vllm",),
     "serve": (
         "octet serve Llama-3.2-1B --samples samples.jsonl --fallback",
@@ -86,6 +92,7 @@ _MEANT = {
     **dict.fromkeys(("build", "compile"), "build-engine"),
     **dict.fromkeys(("check", "validate"), "verify"),
     **dict.fromkeys(("eval", "perplexity"), "evaluate"),
+    **dict.fromkeys(("diagnose", "preflight", "hardware"), "doctor"),
     **dict.fromkeys(("benchmark", "measure"), "bench"),
     **dict.fromkeys(("run", "start", "gateway"), "serve"),
     **dict.fromkeys(("key", "api-key"), "keys"),

@@ -18,6 +18,7 @@ from octet.errors import ConfigError, OctetError, printable
 from octet.hardware.cores import wait_briefly
 from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, rescale
+from octet_cli.doctor import doctor
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
 from octet_cli.golden import golden
@@ -42,7 +43,7 @@ app = typer.Typer(
 )
 for command in (
     *(calibrate, rescale, build_engine, golden, verify),
-    *(evaluate, bench, prewarm, serve),
+    *(evaluate, bench, doctor, prewarm, serve),
 ):
     called = command.__name__.replace("_", "-")
     app.command(called, cls=Command, epilog=examples_of(called))(command)

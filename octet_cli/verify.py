@@ -14,6 +14,7 @@ from rich.text import Text
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError, nearest
+from octet.hardware.devices import find_device
 from octet.interrupts import held_back
 from octet.tables import fitted
 from octet_cli.options import Json, console_for
@@ -80,6 +81,10 @@ def verify(
         Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None,
         _of_url("--engine", "Serving engine. Restricts which numerics count as correct."),
     ] = None,
+    device: Annotated[
+        str | None,
+        _of_url("--device", "Its GPU, such as h100 or 9.0. Restricts them further."),
+    ] = None,
     api_key_env: Annotated[
         str | None, _of_url("--api-key-env", "The environment variable that holds its key.")
     ] = None,
@@ -112,6 +117,7 @@ def verify(
         "weights": weights,
         "kv_cache": kv_cache,
         "engine": engine,
+        "device": device,
         "api_key_env": api_key_env,
         "checkpoint": checkpoint,
         "seed": seed,
@@ -163,6 +169,8 @@ def _verify_url(
             f"{url}: give --golden, the directory of the export that it serves, or its calibration"
         )
     Manifest.load(served["golden"], verify=False)
+    if served["device"] is not None:
+        find_device(served["device"])
     from verify.server.verify import verify_url
 
     given = {name: value for name, value in served.items() if value is not None}

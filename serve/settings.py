@@ -10,7 +10,8 @@ from typing import Literal
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import MANIFEST_FILE, Kind, Manifest
 from octet.errors import ArtifactError, ConfigError
-from octet.proof.declared import vllm_path
+from octet.hardware.machine import local_devices
+from octet.hardware.support import support
 from serve.config import (
     EmbeddedConfig,
     GatewayConfig,
@@ -179,18 +180,19 @@ class _Checkpoint:
     def _expected(self) -> Way:
         """Returns the first way that is worth a start on this machine, as far as that is known."""
         recipe, kv_cache = self.manifest.recipe, self.manifest.details.get("kv_cache", "float16")
-        found = gpus()
-        if any(gpu.capability != (9, 0) for gpu in found):
-            return "native"  # tried, and measured by the proof
-        pair = (recipe.weights, recipe.activations)
-        machine: Literal["cpu", "sm90"] = "sm90" if found else "cpu"
-        if vllm_path(pair, kv_cache, machine, amx=_has_amx()).activations:
-            return "native"
-        _log.warning(
-            "%s is served weight-only: vLLM has no %s kernel that rounds activations on %s",
-            *(self.path, recipe.name, found[0].name if found else "this CPU"),
-        )
-        return "weight-only"
+        try:
+            version = find_vllm(python=self.options.python).version
+        except ConfigError:  # it is reported when it should start
+            version = None
+        for device in local_devices():
+            found = support(device, "vllm", version, recipe, kv_cache)
+            if found.runs and found.activations is False:
+                line = (
+                    "%s is served weight-only: vLLM has no %s kernel that rounds activations on %s"
+                )
+                _log.warning(line, self.path, recipe.name, device.name)
+                return "weight-only"
+        return "native"  # tried, and measured by the proof
 
     def _original(self) -> Path:
         for path, manifest in self._beside("calibration"):
@@ -222,10 +224,3 @@ class _Checkpoint:
                     manifest = Manifest.load(path, verify=False)
                     if manifest.kind == kind:
                         yield path, manifest
-
-
-def _has_amx() -> bool:
-    try:
-        return " amx_tile" in Path("/proc/cpuinfo").read_text("utf-8")
-    except OSError:  # not Linux
-        return False

@@ -139,14 +139,22 @@ def test_each_limit_names_a_setting_and_a_test_that_exist() -> None:
 
 
 def test_the_reference_shows_examples_and_words() -> None:
-    page = reference().commands()
+    page = script("reference").commands()
     assert "octet export checkpoint calibration --format modelopt --kv e4m3 --tp 2" in page
     assert not re.search(r"`(False|True|None)`|\['", page)
-    assert "`None`" not in reference().configuration()
+    assert "`None`" not in script("reference").configuration()
 
 
-def reference() -> ModuleType:
-    spec = spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def test_the_compatibility_page_is_written_from_the_hardware_model() -> None:
+    made = script("compatibility")
+    page = (ROOT / "docs" / "compatibility.md").read_text("utf-8")
+    inside = page.partition(made.BEGIN)[2].partition(made.END)[0]
+    assert inside == made.tables(), "run python docs/compatibility.py"
+
+
+def script(name: str) -> ModuleType:
+    """Loads a script of docs/."""
+    spec = spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -63,15 +63,18 @@ def simulated_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
     """Returns `serving_paths`, then paths with only weights or nothing quantized, for every cache.
 
     Weight-only paths truncate values written to the cache if vLLM runs such weights on a CPU with
-    AMX. The float32 path with nothing quantized has only a float16 cache: it is the reference
-    except for the cache, and bfloat16 differs from it by BF16's noise. Queries are rounded only
-    with the recipe's own E4M3 cache: with another cache their effect is hidden in that noise.
+    AMX: FP8 per tensor and in blocks, and since vLLM 0.33 per channel, there only with the
+    recipe's own cache. The float32 path with nothing quantized has only a float16 cache: it is the
+    reference except for the cache, and bfloat16 differs from it by BF16's noise. Queries are
+    rounded only with the recipe's own E4M3 cache: with another cache their effect is hidden in that
+    noise.
     """
     paths = list(serving_paths(recipe))
     for cache in _caches(recipe):
         for queries in _queries(recipe, cache):
             paths.append(ServingPath(kv_cache=cache, queries=queries, activations=False))
-        if cache != "float16" and _amx(recipe):
+        fp8 = recipe.weights.kind == "fp8" and cache == recipe.kv_cache
+        if cache != "float16" and (fp8 or _amx(recipe)):
             paths.append(ServingPath(kv_cache=cache, kv_rounding="truncate", activations=False))
     for cache in _caches(recipe):
         for queries in _queries(recipe, cache):
@@ -257,5 +260,5 @@ def _queries(recipe: Recipe, cache: KvCacheDtype) -> tuple[bool, ...]:
 
 
 def _amx(recipe: Recipe) -> bool:
-    """Returns True if vLLM, on a CPU with AMX, does not round activations for such weights."""
+    """Returns True if vLLM 0.32, on a CPU with AMX, does not round activations for such weights."""
     return recipe.weights.kind == "fp8" and recipe.weights.granularity != "channel"

@@ -232,6 +232,13 @@ def _path(path: ServingPath, declared: ServingPath) -> Cause:
             f"match {cache} cache",
             f"start the engine with a cache of {declared.kv_cache}, or declare {path.kv_cache}",
         )
+    if declared.activations and not path.activations:
+        return Cause(
+            "weight_only",
+            f"match weight-only matmuls ({label})",
+            "the GPU lacks this format or its kernels are missing (octet doctor says which);"
+            " if that is intended, declare its device, or no engine",
+        )
     return Cause(
         "another_path",
         f"match another way of serving this artifact ({label})",

@@ -1,76 +1,32 @@
 """Selects the simulated paths that conform to a backend's declared configuration.
 
-The tables list which `ServingPath` an engine executes, from its source and from measurements.
-
-| engine          | weights and activations                                                      |
-|-----------------|------------------------------------------------------------------------------|
-| vLLM 0.24,      | FP8 per channel, tensor or block: both are rounded. MXFP8, MXFP4, NVFP4:      |
-| Hopper          | weight-only (Marlin); native FP4 needs compute capability 10.0               |
-| vLLM 0.32, CPU  | FP8 per channel, activations per token: both rounded (torch._scaled_mm). With |
-|                 | AMX, FP8 per tensor and in blocks: weight-only                               |
-
-| engine          | cache and attention                                                          |
-|-----------------|------------------------------------------------------------------------------|
-| vLLM 0.24,      | rounded to nearest (`__nv_cvt_float_to_fp8`); queries stay BF16               |
-| FLASHINFER      |                                                                              |
-| vLLM 0.24,      | no E5M2; with E4M3, queries and probabilities are rounded to E4M3 too         |
-| FLASH_ATTN      |                                                                              |
-| vLLM 0.32,      | truncated toward zero, E4M3 and E5M2 alike: `cpu_attn_reshape_and_cache`      |
-| CPU_ATTN        | wrote truncated bytes for all of 16,384 normal values                        |
-
-vLLM's sources: model_executor/kernels/linear/__init__.py (`_POSSIBLE_FP8_KERNELS` and similar,
-tried in order), v1/attention/backends/, csrc/cpu/cpu_attn_fp8.hpp.
+The hardware model (`octet.hardware.support`) knows how each engine rounds on each device. A path
+conforms if the declared engine takes it on the declared device, in any version and with any
+attention backend that serves the cache. If the model knows nothing about the combination, every
+path with these weights and this cache conforms, and the label says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from octet.artifacts.scenarios import ScenarioSet
 from octet.artifacts.serving_path import ServingPath
-from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+from octet.errors import UnsupportedError
+from octet.hardware.devices import Device, devices
+from octet.hardware.support import ENGINES, EngineName, Pair, numerics, pattern_of, support
+from octet.recipe import KvCacheDtype, Recipe
 
-__all__ = ["Declared", "Engine", "Machine", "declared_paths", "vllm_path"]
-
-Machine = Literal["cpu", "sm90"]
-Pair = tuple[TensorScheme, TensorScheme]  # of weights and of activations
-
-
-def vllm_path(
-    pair: Pair | None,
-    kv_cache: KvCacheDtype,
-    machine: Machine,
-    *,
-    attention: Literal["FLASHINFER", "FLASH_ATTN"] | None = None,
-    amx: bool = False,
-) -> ServingPath:
-    """Returns the path that vLLM takes for linears of the schemes `pair`.
-
-    `pair` None: all linears in full precision. `kv_cache` "float16" is vLLM's `auto`. `attention`
-    is the attention backend on a GPU; by default the one that vLLM chooses: FLASHINFER for E5M2,
-    else FLASH_ATTN. `amx`: whether the CPU has AMX.
-    """
-    weights = pair is not None
-    activations = pair is not None and pair[0].kind == "fp8"
-    if machine == "cpu":
-        if amx and pair is not None and pair[0].granularity != "channel":
-            activations = False
-        rounding: Literal["nearest", "truncate"] = "truncate"
-        return ServingPath(
-            weights=weights,
-            activations=activations,
-            kv_cache=kv_cache,
-            kv_rounding="nearest" if kv_cache == "float16" else rounding,
-        )
-    return ServingPath(
-        weights=weights,
-        activations=activations,
-        kv_cache=kv_cache,
-        queries=kv_cache == "e4m3" and attention != "FLASHINFER",
-    )
-
+__all__ = ["Declared", "Engine", "declared_paths", "vllm_path"]
 
 Engine = Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"]
+_NAMES: dict[Engine, EngineName] = {
+    "vllm-gpu": "vllm",
+    "vllm-cpu": "vllm",
+    "tensorrt": "tensorrt",
+    "onnxruntime": "onnxruntime",
+}
+_ASSUMED = (9, 0)  # the lowest compute capability of a GPU that is declared without its name
 
 
 @dataclass(frozen=True)
@@ -82,6 +38,7 @@ class Declared:
     kv_cache: KvCacheDtype | None = None
     weights: Literal["quantized", "original"] = "quantized"
     engine: Engine | None = None  # None: any
+    device: Device | None = None  # None: any that the engine runs on
 
     def rounding(self, activations: Literal["quantized", "original"]) -> "Declared":
         """Returns this with the activations of quantized linear layers in one way alone.
@@ -103,11 +60,13 @@ def declared_paths(
     *,
     weights: Literal["quantized", "original"] = "quantized",
     engine: Engine | None = None,
+    device: Device | None = None,
 ) -> Declared:
     """Returns the simulated paths with these weights and this cache that `engine` takes.
 
-    `engine` None accepts the paths of any engine. Real kernels lie between a path's float32 and
-    its bfloat16, so both conform.
+    `engine` None stands for any engine; with `device` None too, every such path conforms. `device`
+    None with an engine stands for any GPU of compute capability 9.0 or later, or any CPU. Real
+    kernels lie between a path's float32 and its bfloat16, so both conform.
     """
     quantized = weights == "quantized"
     found = [
@@ -115,27 +74,73 @@ def declared_paths(
         for path in (scenarios.paths if scenarios is not None else ())
         if path.kv_cache == kv_cache and path.weights == quantized
     ]
-    if engine is not None:
-        taken = {_shape(path) for path in _engine_paths(recipe, kv_cache, quantized, engine)}
-        found = [path for path in found if _shape(path) in taken]
     name = f"{recipe.name} weights" if quantized else "original weights"
     cache = "16-bit" if kv_cache == "float16" else kv_cache
     label = f"{name}, {cache} cache" + (f", {engine}" if engine else "")
-    return Declared(tuple(found), label, kv_cache, weights, engine)
+    label += f" on {device.name}" if device else ""
+    if engine is not None or device is not None:
+        pair = (recipe.weights, recipe.activations) if quantized else None
+        taken = set(_taken(pair, kv_cache, engine, device))
+        if taken:
+            found = [path for path in found if _shape(path) in taken]
+        else:
+            label += " (how that rounds is not known: any way conforms)"
+    return Declared(tuple(found), label, kv_cache, weights, engine, device)
 
 
-def _engine_paths(
-    recipe: Recipe, kv_cache: KvCacheDtype, quantized: bool, engine: Engine
-) -> Sequence[ServingPath]:
-    pair = (recipe.weights, recipe.activations) if quantized else None
-    if engine == "vllm-gpu":
-        return [
-            vllm_path(pair, kv_cache, "sm90", attention=attention)
-            for attention in ("FLASHINFER", "FLASH_ATTN")
-        ]
-    if engine == "vllm-cpu":
-        return [vllm_path(pair, kv_cache, "cpu", amx=amx) for amx in (True, False)]
-    return [ServingPath(weights=quantized, activations=quantized, kv_cache=kv_cache)]
+def vllm_path(
+    pair: Pair | None,
+    kv_cache: KvCacheDtype,
+    device: Device,
+    version: str,
+    *,
+    attention: str | None = None,
+) -> ServingPath:
+    """Returns the path that vLLM takes for linears of the schemes `pair`.
+
+    `pair` None: all linears in full precision. `kv_cache` "float16" is vLLM's `auto`. `attention`
+    is the attention backend; by default the one that vLLM selects. Raises UnsupportedError if the
+    hardware model does not know that it runs.
+    """
+    found = support(device, "vllm", version, pair, kv_cache, attention)
+    if not found.runs or found.activations is None or found.rounding is None:
+        reason = found.message or "not known"
+        raise UnsupportedError(
+            f"vLLM {version} on {device.name}, {pattern_of(pair)} weights, {kv_cache} cache:"
+            f" {found.outcome} ({reason})"
+        )
+    return ServingPath(
+        weights=pair is not None,
+        activations=found.activations,
+        kv_cache=kv_cache,
+        kv_rounding=found.rounding,
+        queries=bool(found.queries),
+    )
+
+
+def _taken(
+    pair: Pair | None, kv_cache: KvCacheDtype, engine: Engine | None, device: Device | None
+) -> Iterator[ServingPath]:
+    """Yields the paths that the hardware model knows, without their compute dtype."""
+    names = ENGINES if engine is None else (_NAMES[engine],)
+    for name in names:
+        for each in (device,) if device is not None else _assumed(engine):
+            for way in numerics(each, name, None, pair, kv_cache):
+                yield ServingPath(
+                    weights=pair is not None,
+                    activations=way.activations,
+                    kv_cache=kv_cache,
+                    kv_rounding=way.rounding,
+                    queries=way.queries,
+                )
+
+
+def _assumed(engine: Engine | None) -> Sequence[Device]:
+    """Returns the devices that an engine may run on if none is declared."""
+    if engine in ("vllm-cpu", "onnxruntime"):
+        return [device for device in devices() if device.vendor == "cpu"]
+    gpus = [device for device in devices() if (device.compute or (0, 0)) >= _ASSUMED]
+    return list({device.capability: device for device in gpus}.values())
 
 
 def _shape(path: ServingPath) -> ServingPath:

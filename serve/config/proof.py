@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from octet.errors import ConfigError
+from octet.hardware.devices import find_device
 from serve.config.section import Count, Fraction, Number, Seconds, Section
 
 __all__ = ["Proof", "Tier"]
@@ -26,6 +28,9 @@ class Proof(Section):
     kv_cache: Literal["e5m2", "e4m3", "float16"] | None = None  # null: what the artifact is for
     # Serving engine, if known. Restricts which numerics count as correct.
     engine: Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None = None
+    # GPU of the backends, such as h100 or a compute capability such as 9.0. Restricts it further:
+    # FP8 weight-only is correct on an A100 and wrong on an H100.
+    device: str | None = None
     # A backend without log-probabilities cannot be proven: "admit" lets it serve unproven.
     without_logprobs: Literal["refuse", "admit"] = "refuse"
     every_s: Seconds = 300.0  # least time between two probes of a serving backend
@@ -33,6 +38,16 @@ class Proof(Section):
     timeout_s: Seconds = 60.0  # for one probe; after it, the probe is inconclusive and repeated
     # Golden prompts sent at once; a quarter of that to a backend that has clients' requests.
     concurrency: Count = 24
+
+    @field_validator("device")
+    @classmethod
+    def _known(cls, device: str | None) -> str | None:
+        try:
+            if device is not None:
+                find_device(device)
+            return device
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
 
 
 class Tier(Section):

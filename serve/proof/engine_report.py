@@ -106,6 +106,10 @@ def structural_findings(
         found.append(
             f"a {built} build (version {report.version}) where {declared.engine} was declared"
         )
+    elif report.machine == "cpu" and declared.device and declared.device.vendor != "cpu":
+        found.append(
+            f"a build for CPUs (version {report.version}) where {declared.device.name} was declared"
+        )
     elif report.engine == "vllm" and declared.engine in ("tensorrt", "onnxruntime"):
         found.append(
             f"vLLM {report.version or ''}".rstrip() + f" where {declared.engine} was declared"

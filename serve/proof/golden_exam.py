@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from octet.artifacts.serving_path import bound_of, power_text
+from octet.hardware.devices import find_device
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
 from octet.proof.reference import Proofs, load_proofs
@@ -77,6 +78,7 @@ class GoldenExam:
             config.kv_cache or proofs.kv_cache,
             weights=weights,
             engine=engine,
+            device=None if config.device is None else find_device(config.device),
         )
         if config.activations is not None:
             declared = declared.rounding(config.activations)

@@ -9,6 +9,7 @@ import pytest
 
 import serve.settings
 from octet.errors import ConfigError
+from octet.hardware.devices import find_device
 from octet.recipe import Recipe
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
 from serve.settings import Options, settings_of
@@ -36,7 +37,12 @@ def exports(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def on(monkeypatch: pytest.MonkeyPatch, *found: Gpu) -> None:
+    """The machine has these GPUs, and vLLM 0.24."""
     monkeypatch.setattr(serve.settings, "gpus", lambda: list(found))
+    devices = [find_device(gpu.name) for gpu in found]
+    monkeypatch.setattr(serve.settings, "local_devices", lambda: devices)
+    vllm = Installed(("vllm",), "0.24.0")
+    monkeypatch.setattr(serve.settings, "find_vllm", lambda **_: vllm)
 
 
 def ways(settings: GatewayConfig) -> Sequence[str]:
@@ -95,7 +101,7 @@ def test_a_way_that_the_machine_does_not_have_is_left_out(
     assert ways(settings_of(exports / "fp4", None, options)) == ("weight-only",)
     assert "no nvfp4 kernel that rounds activations on" in caplog.text
     assert "original is left out: the original model is not known" in caplog.text
-    on(monkeypatch, B200)  # nothing is known of it: it is tried
+    on(monkeypatch, B200)
     assert ways(settings_of(exports / "fp4", None, options))[0] == "native"
     with pytest.raises(ConfigError, match="there is no ONNX export beside"):
         settings_of(exports / "fp4", None, Options(way="onnx"))
@@ -109,7 +115,6 @@ def test_a_directory_of_exports_is_served_by_what_can_run(
             raise ConfigError("no vLLM")
         return Installed(("vllm",), None)
 
-    monkeypatch.setattr(serve.settings, "find_vllm", find)
     cases: list[tuple[bool, list[Gpu], Options, bool]] = [
         (True, [H100], Options(), True),
         (False, [H100], Options(), False),
@@ -120,6 +125,7 @@ def test_a_directory_of_exports_is_served_by_what_can_run(
     ]
     for installed, found, options, vllm in cases:
         on(monkeypatch, *found)
+        monkeypatch.setattr(serve.settings, "find_vllm", find)
         settings = settings_of(exports, None, options)
         (backend,) = settings.all_pools[ways(settings)[0]].backends
         assert isinstance(backend, ManagedConfig) == vllm, (installed, found, options)

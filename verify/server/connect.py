@@ -34,6 +34,7 @@ class Query:
     weights: Literal["quantized", "original"] = "quantized"
     kv_cache: KvCacheDtype | None = None
     engine: Engine | None = None
+    device: str | None = None
     checkpoint: Path | None = None
     seed: int = 0
     every_prompt: bool = False

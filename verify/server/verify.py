@@ -54,7 +54,11 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
     from verify.server.report import ServerReport
 
     settings = Proof(
-        golden=query.golden, weights=query.weights, kv_cache=query.kv_cache, engine=query.engine
+        golden=query.golden,
+        weights=query.weights,
+        kv_cache=query.kv_cache,
+        engine=query.engine,
+        device=query.device,
     )
     exam = GoldenExam.load(query.golden, settings)
     backend = await reached(query)

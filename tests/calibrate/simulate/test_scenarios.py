@@ -1,5 +1,6 @@
 """Tests the scenarios of a recipe: each engine's path, fallbacks, a bounded number of faults."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from calibrate.simulate.scenarios import (
     serving_paths,
     simulated_paths,
 )
+from octet.artifacts.serving_path import ServingPath
+from octet.hardware.devices import devices
+from octet.hardware.support import ENGINES, numerics
 from octet.model.spec import ModelSpec
-from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype
 from tests.calibrate.bench import Bench, make_bench, recipe_with
 
@@ -26,12 +29,6 @@ def test_a_silent_fallback_is_among_the_paths(preset: str, kv_cache: KvCacheDtyp
     assert len(set(paths)) == len(paths)
     assert set(serving_paths(recipe)) <= set(paths)
     caches: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
-    for cache in caches:
-        assert vllm_path(None, cache, "cpu") in paths
-        assert vllm_path(None, cache, "sm90", attention="FLASHINFER") in paths
-    assert vllm_path(None, kv_cache, "sm90") in paths
-    pair = (recipe.weights, recipe.activations)
-    assert vllm_path(pair, kv_cache, "cpu", amx=True) in paths or recipe.weights.kind != "fp8"
     assert {x.kv_cache for x in paths if x.weights and not x.activations} == set(caches)
 
 
@@ -56,3 +53,23 @@ def test_a_deep_model_has_no_more_faults(layers: int, bench: Bench) -> None:
     assert {x.factor for x in each} == set(FACTORS) and {x.kind for x in each} == {
         "weight_scales_scaled"
     }
+
+
+@pytest.mark.parametrize("cache", ["e5m2", "e4m3", "float16"])
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("quantized", [True, False])
+def test_every_way_that_the_hardware_model_knows_is_simulated(
+    preset: str, cache: KvCacheDtype, quantized: bool
+) -> None:
+    recipe = PRESETS[preset].model_copy(update={"kv_cache": cache})
+    known = {path.model_copy(update={"compute": "bfloat16"}) for path in simulated_paths(recipe)}
+    for device, engine in product(devices(), ENGINES):
+        for way in numerics(device, engine, None, recipe if quantized else None, cache):
+            path = ServingPath(
+                weights=quantized,
+                activations=way.activations,
+                kv_cache=cache,
+                kv_rounding=way.rounding,
+                queries=way.queries,
+            )
+            assert path in known, f"{engine} on {device.name}"

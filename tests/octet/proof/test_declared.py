@@ -1,9 +1,13 @@
 """Tests which serving paths conform to a backend's declared configuration."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
+from octet.hardware.devices import find_device
 from octet.proof.declared import declared_paths
 from octet.recipe import PRESETS
 
@@ -41,8 +45,43 @@ def test_an_engine_takes_its_own() -> None:
     assert declared_paths(SET, FP8, "e5m2", engine="onnxruntime").paths == (NEAREST, FLOAT32)
     assert declared_paths(SET, FP8, "e4m3", engine="vllm-gpu").paths == (E4M3,)
     assert declared_paths(SET, FP8, "e4m3", engine="vllm-cpu").paths == ()
+
+
+@pytest.mark.parametrize(
+    ("device", "preset", "paths"),
+    [
+        ("h100", "fp8", (NEAREST, FLOAT32)),  # weight-only does not conform there
+        ("l40s", "fp8", (NEAREST, FLOAT32)),
+        ("a100", "fp8", (WEIGHTS,)),
+        ("h100", "nvfp4", (WEIGHTS,)),
+        ("rtx 5090", "nvfp4", (NEAREST, FLOAT32)),
+        ("cpu-avx512", "fp8", (NEAREST, FLOAT32, TRUNCATED)),  # ONNX Runtime, vLLM
+    ],
+)
+def test_the_device_decides_without_an_engine(device: str, preset: str, paths: Any) -> None:
+    found = declared_paths(SET, PRESETS[preset], "e5m2", device=find_device(device))
+    assert found.paths == paths
+    assert found.label == f"{preset} weights, e5m2 cache on {find_device(device).name}"
+
+
+def test_a_b200_multiplies_in_4_bits() -> None:
+    b200 = find_device("b200")
+    natively = ServingPath(kv_cache="e4m3", queries=True)
+    found = declared_paths(SET, PRESETS["nvfp4"], "e4m3", engine="vllm-gpu", device=b200)
+    assert found.paths == (natively,)
+    assert found.label == "nvfp4 weights, e4m3 cache, vllm-gpu on B200"
+
+
+def test_a_gpu_without_a_name_is_hopper_or_later() -> None:
     fp4 = declared_paths(SET, PRESETS["nvfp4"], "e5m2", engine="vllm-gpu")
-    assert fp4.paths == (WEIGHTS,)  # weight-only on Hopper
+    assert fp4.paths == (NEAREST, FLOAT32, WEIGHTS)  # Blackwell multiplies, Hopper decodes
+    assert WEIGHTS not in declared_paths(SET, FP8, "e5m2", engine="vllm-gpu").paths
+
+
+def test_what_the_model_does_not_know_conforms_in_any_way() -> None:
+    found = declared_paths(SET, FP8, "e5m2", device=find_device("gaudi3"))
+    assert found.paths == (NEAREST, FLOAT32, TRUNCATED, WEIGHTS)
+    assert found.label.endswith("on Gaudi 3 (how that rounds is not known: any way conforms)")
 
 
 def test_declared_activations_tell_native_from_weight_only() -> None:

@@ -255,3 +255,13 @@ def test_a_key_that_no_header_can_hold_is_refused(
     with pytest.raises(ConfigError, match="the environment variable UPSTREAM_KEY ") as error:
         key_in("UPSTREAM_KEY")
     assert "two" not in str(error.value)
+
+
+def test_the_device_of_a_pool_is_one_that_is_known(tmp_path: Path) -> None:
+    pool = "pools: {{p: {{backends: [{{type: vllm, url: 'http://g'}}], proof: {{device: '{}'}}}}}}"
+    models = "models: {m: {pool: p}}\n"
+    config = load(tmp_path, models + pool.format("NVIDIA H100 PCIe"))
+    proof = config.all_pools["p"].proof
+    assert proof is not None and proof.device == "NVIDIA H100 PCIe"
+    line = refusal(tmp_path, models + pool.format("h1000"))
+    assert "pools.p.proof.device" in line and "did you mean 'h100'" in line

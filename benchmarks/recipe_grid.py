@@ -30,7 +30,7 @@ from typing import Any
 from card import conditions, report
 
 from octet.artifacts.manifest import software
-from serve.vllm_server import VllmServer
+from serve.vllm.server import VllmServer
 from verify.bench.figures import summarise
 from verify.bench.load import Generator, Load, Place
 from verify.bench.machine import kv_capacity

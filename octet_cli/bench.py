@@ -183,7 +183,7 @@ def _opened(
     targets: list[str], vllm: str, options: str, out: Path | None, api_key_env: str | None
 ) -> "Iterator[list[Server]]":
     """Opens the servers, and starts vLLM on checkpoints, one after the other."""
-    from serve.vllm_server import VllmServer
+    from serve.vllm.server import VllmServer
     from verify.evaluation.targets.server import Server
 
     count = sum(not _is_url(target) for target in targets)

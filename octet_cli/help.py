@@ -77,6 +77,8 @@ EXAMPLES = {
     ),
     "prewarm": ("octet prewarm checkpoint --cache /var/cache/vllm",),
     "serve": (
+        "octet serve Llama-3.2-1B --samples samples.jsonl --fallback",
+        "octet serve checkpoint --python /opt/vllm/bin/python -- --max-model-len 8192",
         "octet serve onnx --port 8000",
         "octet serve --config gateway.yaml",
         "octet serve --config gateway.yaml --check",

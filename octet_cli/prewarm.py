@@ -37,7 +37,8 @@ def prewarm(
     and kind of GPU finds the compiled kernels. With --cache, the directory can be a volume, or be
     copied to machines of the same kind.
     """
-    from serve.vllm_server import VllmServer, cache_variables, complete
+    from serve.vllm.command import cache_variables
+    from serve.vllm.server import VllmServer, complete
 
     variables = {} if cache is None else cache_variables(cache.resolve())
     log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"

@@ -1,19 +1,31 @@
-"""`octet serve`: what an artifact answers."""
+"""`octet serve`: serves an artifact, a model, or the backends of a configuration."""
 
+import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ConfigError
+from octet.recipe import Recipe
+from octet_cli.options import RECIPES
+
+if TYPE_CHECKING:
+    from serve.settings import Options
 
 __all__ = ["serve"]
 
 
 def serve(
     target: Annotated[
-        Path | None, typer.Argument(help="An ONNX export or an engine, served in this process.")
+        Path | None,
+        typer.Argument(help="A checkpoint, an ONNX export or an engine; or a model to quantize."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="Behind --: options of `vllm serve`, which win over Octet's."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML with pools of backends.")
@@ -23,6 +35,35 @@ def serve(
     ] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port (default: 8000).")
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(help="Python of the environment that has vLLM (default: `vllm` on the PATH)."),
+    ] = None,
+    fallback: Annotated[
+        bool,
+        typer.Option(
+            "--fallback",
+            help="If it is not proven: weight-only, then the original, then an ONNX export.",
+        ),
+    ] = False,
+    way: Annotated[
+        Literal["native", "weight-only", "original", "onnx"] | None,
+        typer.Option(help="How to serve a checkpoint; with --fallback, how to begin."),
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory for kernel caches (default: where vLLM keeps them, in $HOME)."
+        ),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help=f"Of a model: {RECIPES}, or a YAML file.")] = "fp8",
+    samples: Annotated[
+        Path | None, typer.Option(help="Of a model: what to calibrate it on; see octet calibrate.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Of a model: keeps the exports (default: MODEL.RECIPE)."),
     ] = None,
     proof: Annotated[
         bool,
@@ -36,20 +77,100 @@ def serve(
         typer.Option("--check", help="Check the configuration, print what it holds, and exit."),
     ] = False,
 ) -> None:
-    """Serve OpenAI's API over the embedded engine, vLLM, Triton or any other server of it."""
+    """Serve OpenAI's API over vLLM, Triton, the embedded engine or any other server of it.
+
+    For a checkpoint, starts vLLM with the flags that it and the machine need, proves it, and starts
+    it again if it ends. A model that is not quantized is calibrated and exported first; without a
+    GPU, or without vLLM, the embedded engine serves it.
+    """
     if (target is None) == (config is None):
         raise ConfigError("give either an export to serve, or --config FILE")
     if check and config is None:
         raise ConfigError("--check is for a configuration: give --config FILE")
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(f"{arguments[0]}: give one export; options of vLLM go behind --")
     if check and config is not None:
         _check(config, proof=proof)
         return
-    from serve.settings import settings_of
+    from serve.settings import Options, settings_of
+    from serve.vllm.command import cache_variables
 
-    settings = settings_of(target, config)
+    options = Options(
+        python=python,
+        options=tuple(arguments or ()),
+        environment={} if cache is None else cache_variables(cache.resolve()),
+        fallback=fallback,
+        way=way,
+    )
+    if target is not None and _is_model(target):
+        target = _quantized(target, recipe, samples, out, options, (host, port))
+    settings = settings_of(target, config, options)
     from serve.run import run  # loads the web server, after the mistakes in the settings
 
     run(settings, config=config, host=host, port=port, proof=proof)
+
+
+def _is_model(target: Path) -> bool:
+    return (target / "config.json").is_file() and not (target / MANIFEST_FILE).exists()
+
+
+def _quantized(
+    model: Path,
+    recipe: str,
+    samples: Path | None,
+    out: Path | None,
+    options: "Options",
+    address: tuple[str | None, int | None],
+) -> Path:
+    """Calibrates and exports a model as far as `out` lacks it; returns the directory of exports.
+
+    The steps run as commands of their own, so that this process never loads torch.
+    """
+    from serve.settings import takes_vllm
+
+    chosen = Recipe.load(recipe)
+    kept = out or model.absolute().with_name(f"{model.absolute().name}.{chosen.name}")
+    if (kept / MANIFEST_FILE).exists():
+        raise ConfigError(f"{kept}: is an artifact; name another directory with --out, or serve it")
+    calibration = kept / "calibration"
+    if (calibration / MANIFEST_FILE).exists():
+        made = Manifest.load(calibration, "calibration", verify=False)
+        source = Path(str(made.details.get("source")))
+        if made.recipe.name != chosen.name or source.resolve() != model.resolve():
+            raise ConfigError(
+                f"{kept}: holds {source} as {made.recipe.name}; name another directory with --out"
+            )
+    elif samples is None:
+        raise ConfigError(
+            f"{model}: is not quantized; give --samples FILE to calibrate and prove it, or serve an"
+            " export of it"
+        )
+    else:
+        _require_free(*address)
+        _octet("calibrate", model, "--samples", samples, "--recipe", recipe, "--out", calibration)
+    wanted = {"checkpoint": takes_vllm(options)}
+    wanted["onnx"] = options.fallback or not wanted["checkpoint"]
+    for kind, needed in wanted.items():
+        if needed and not (kept / kind / MANIFEST_FILE).exists():
+            _octet("export", kind, calibration, "--out", kept / kind)
+    return kept
+
+
+def _require_free(host: str | None, port: int | None) -> None:
+    """Raises ConfigError if the address is in use, before a calibration of minutes."""
+    from serve.config.gateway import Listen
+    from serve.run import bind
+
+    bind(host or Listen().host, Listen().port if port is None else port).close()
+
+
+def _octet(*words: object) -> None:
+    """Runs a command of octet; ends with its exit code if it fails."""
+    code = subprocess.run(
+        [sys.executable, "-m", "octet", *map(str, words)], stdin=subprocess.DEVNULL, check=False
+    ).returncode
+    if code:
+        raise typer.Exit(code)
 
 
 def _check(config: Path, *, proof: bool) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from octet.artifacts.manifest import Manifest
 from octet.errors import OctetError
-from serve.backends.factory import make_backend
 from serve.config import (
     BackendConfig,
     EmbeddedConfig,
@@ -22,6 +21,7 @@ from serve.config.load import load_backends, refuse
 from serve.engine.tokenizer import Tokenizer
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import unproven
+from serve.members.factory import make_backend
 from serve.proof.exam import Exams, directory_of
 
 __all__ = ["check"]
@@ -43,6 +43,9 @@ def check(path: Path, *, proof: bool = True) -> list[str]:
     gateway = Gateway.from_config(config)
     for name, pool in gateway.pools.items():
         found = [f"{member.name} ({member.backend.name})" for member in pool.members]
+        if pool.phase == "dormant":
+            number = len(pool.config.backends)
+            found = [f"{number} backend{'s' if number > 1 else ''}, started one pool at a time"]
         found += [d.origin for d in gateway.discoveries if d.pool is pool]
         lines.append(f"pool {name}, {pool.config.routing.policy}: {', '.join(found)}")
         exams = Exams(pool.config.proof)

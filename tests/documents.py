@@ -60,6 +60,10 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def words_of(command: str) -> list[str]:
-    """Returns the words after `octet` of one of our commands; of any other, nothing."""
+    """Returns the words after `octet` of one of our commands; of any other, nothing.
+
+    Words behind `--` belong to another program.
+    """
     first, *others = shlex.split(command, comments=True) or [""]
+    others = others[: others.index("--")] if "--" in others else others
     return [*OWN[first], *others] if first in OWN else []

@@ -7,7 +7,7 @@ path with these weights and this cache conforms, and the label says so.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from octet.artifacts.scenarios import ScenarioSet
@@ -39,6 +39,18 @@ class Declared:
     weights: Literal["quantized", "original"] = "quantized"
     engine: Engine | None = None  # None: any
     device: Device | None = None  # None: any that the engine runs on
+
+    def rounding(self, activations: Literal["quantized", "original"]) -> "Declared":
+        """Returns this with the activations of quantized linear layers in one way alone.
+
+        "original" is weight-only. Layers that are not quantized have no other way.
+        """
+        if self.weights == "original":
+            return self
+        rounded = activations == "quantized"
+        paths = tuple(path for path in self.paths if path.activations == rounded)
+        how = "activations rounded" if rounded else "weight-only"
+        return replace(self, paths=paths, label=f"{self.label}, {how}")
 
 
 def declared_paths(

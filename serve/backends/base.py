@@ -21,6 +21,7 @@ __all__ = [
     "generate_one_token",
     "relays",
     "sooner_or_later",
+    "supervised",
 ]
 
 PROBE = "1"  # the prompt of a probe: a token or two in every vocabulary
@@ -161,6 +162,23 @@ class RelayingBackend(Protocol):
         Returns a response of any status. Raises BackendUnavailable if none came: refused, lost or
         garbled. Reading the body raises BackendError: lost or garbled.
         """
+
+
+class SupervisedBackend(Protocol):
+    """A backend whose process this one starts, and starts again when it ends."""
+
+    @property
+    def gave_up(self) -> str:
+        """Says why another start is unlikely to help; "" while it may."""
+
+    @property
+    def process(self) -> dict[str, Any]:
+        """Describes the process, for administrators."""
+
+
+def supervised(backend: Backend) -> TypeGuard[SupervisedBackend]:
+    """Decides whether `backend` is one."""
+    return hasattr(backend, "gave_up")
 
 
 def relays(backend: Backend) -> TypeGuard[RelayingBackend]:

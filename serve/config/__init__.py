@@ -1,7 +1,13 @@
 """The gateway's configuration: one YAML file."""
 
 from serve.config.access import Access, KeyConfig
-from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
+from serve.config.backends import (
+    BackendConfig,
+    EmbeddedConfig,
+    HttpConfig,
+    ManagedConfig,
+    TritonConfig,
+)
 from serve.config.gateway import GatewayConfig, Limits, Logs, Traces
 from serve.config.models import ModelConfig, Shadow
 from serve.config.pools import (
@@ -28,6 +34,7 @@ __all__ = [
     "KeyConfig",
     "Limits",
     "Logs",
+    "ManagedConfig",
     "ModelConfig",
     "PoolConfig",
     "Proof",

@@ -18,7 +18,14 @@ from pydantic import (
 from octet.errors import ConfigError, nearest
 from serve.config.section import Count, Integer, Name, Seconds, Section, tag
 
-__all__ = ["BackendConfig", "EmbeddedConfig", "HttpConfig", "TritonConfig", "key_in"]
+__all__ = [
+    "BackendConfig",
+    "EmbeddedConfig",
+    "HttpConfig",
+    "ManagedConfig",
+    "TritonConfig",
+    "key_in",
+]
 
 
 def _of_a_header(key: str) -> str:
@@ -100,6 +107,21 @@ class HttpConfig(_Backend):
         return None if self.api_key is None else self.api_key.get_secret_value()
 
 
+class ManagedConfig(_Backend):
+    """A vLLM that the gateway starts on a checkpoint, restarts when it ends, and stops."""
+
+    type: Literal["vllm"]
+    artifact: Path  # what `octet export checkpoint` wrote, or an unquantized checkpoint
+    python: Path | None = None  # of the environment that has vLLM
+    command: str | None = None  # instead of `python`; default: `vllm`, or this environment's
+    options: tuple[str, ...] = ()  # of `vllm serve`, after those that Octet chooses; they win
+    environment: dict[str, str] = Field(default_factory=dict)  # more variables for vLLM
+    model: str | None = None  # the name that vLLM gives it; default: the export's
+    weight_only: bool = False  # never rounds activations, even where the GPU could (Marlin)
+    # Compiling kernels can take minutes; after this, vLLM is taken to hang, and started again.
+    start_timeout_s: Seconds = 1200.0
+
+
 class TritonConfig(_Backend):
     """A decoupled model of a Triton server, over gRPC streaming."""
 
@@ -147,6 +169,13 @@ _KINDS: dict[str, type[Section]] = {
 }
 
 
+def _kind_of(value: dict[str, Any]) -> type[Section]:
+    """Returns the section of a backend; a `vllm` with an artifact is one that is started here."""
+    if value["type"] == "vllm" and "artifact" in value:
+        return ManagedConfig
+    return _KINDS[value["type"]]
+
+
 def _has_a_kind(value: Any) -> Any:
     if isinstance(value, Section):
         return value
@@ -161,13 +190,14 @@ def _has_a_kind(value: Any) -> Any:
 
 
 def _section_of(value: Any) -> str:
-    section = type(value) if isinstance(value, Section) else _KINDS[value["type"]]
+    section = type(value) if isinstance(value, Section) else _kind_of(value)
     return tag(section)
 
 
 BackendConfig = Annotated[
     Annotated[EmbeddedConfig, Tag(tag(EmbeddedConfig))]
     | Annotated[HttpConfig, Tag(tag(HttpConfig))]
+    | Annotated[ManagedConfig, Tag(tag(ManagedConfig))]
     | Annotated[TritonConfig, Tag(tag(TritonConfig))],
     Discriminator(_section_of),
     BeforeValidator(_has_a_kind),

@@ -9,7 +9,13 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
-from serve.config.backends import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
+from serve.config.backends import (
+    BackendConfig,
+    EmbeddedConfig,
+    HttpConfig,
+    ManagedConfig,
+    TritonConfig,
+)
 from serve.config.document import Document, Loc, Problem
 from serve.config.gateway import GatewayConfig
 from serve.config.load import refuse, validated
@@ -28,7 +34,7 @@ __all__ = [
     "warnings",
 ]
 
-_BACKEND: TypeAdapter[EmbeddedConfig | HttpConfig | TritonConfig] = TypeAdapter(BackendConfig)
+_BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 _NO_TIERS = ": the file has no `tiers`"
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
@@ -69,7 +75,7 @@ def warnings(config: GatewayConfig) -> list[str]:
     ]
 
 
-def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig | TritonConfig:
+def at_address(template: DnsDiscovery, host: str) -> BackendConfig:
     """Makes the backend of `template` at one address. Raises pydantic's ValidationError."""
     bracketed = f"[{host}]" if ":" in host else host
     scheme = "" if template.backend.get("type") == "triton" else "http://"
@@ -80,7 +86,7 @@ def at_address(template: DnsDiscovery, host: str) -> EmbeddedConfig | HttpConfig
 def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
     """Returns the problem of a backend that several models use and that names no `model`."""
     models = sorted(models)
-    if len(models) < 2 or isinstance(config, EmbeddedConfig) or config.model:
+    if len(models) < 2 or isinstance(config, EmbeddedConfig | ManagedConfig) or config.model:
         return None
     return f"say which `model` the server knows: the models {', '.join(models)} use this pool"
 
@@ -158,7 +164,7 @@ def _pool(config: GatewayConfig, name: str, loc: Loc, pool: PoolConfig) -> Itera
 
 
 def _template(loc: Loc, source: DnsDiscovery, models: Iterable[str]) -> Iterator[Problem]:
-    for key in ("name", "url"):
+    for key in ("name", "url", "artifact"):
         if key in source.backend:
             yield (*loc, key), "leave it out: each address found gets one of its own"
     if source.backend.get("type") == "embedded":
@@ -199,9 +205,26 @@ def _model(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Iterator[Prob
         yield (*loc, "canary"), f"the fractions add up to {total:g}, which is more than 1"
     canaries = [entry.pool for entry in model.canary]
     yield from _twice((*loc, "canary"), "pool", canaries)
+    if model.one_at_a_time:
+        yield from _one_at_a_time(config, loc, model)
     for i, name in enumerate(model.fallback):
         if name in model.fallback[:i]:
             yield (*loc, "fallback", i), f"'{name}' is there twice"
+
+
+def _one_at_a_time(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Iterator[Problem]:
+    where, own = (*loc, "one_at_a_time"), str(loc[-1])
+    if not model.fallback:
+        yield where, "needs a `fallback`: there is only one pool"
+    elsewhere = {pool for pool in model.pool_names(own) if pool not in model.in_order(own)}
+    elsewhere = {canary.pool for canary in model.canary} | elsewhere
+    for name in model.in_order(own):
+        users = set(config.models_of(name)) - {own}
+        if users or name in elsewhere:
+            user = min(users, default="a canary or the shadow")
+            yield where, f"the pool '{name}' is also used by {user}, and may not be running"
+        elif name in config.all_pools and config.all_pools[name].discover:
+            yield where, f"the pool '{name}' discovers backends, which run already"
 
 
 def _twice(loc: Loc, key: str, values: list[str]) -> Iterator[Problem]:
@@ -215,9 +238,9 @@ def _twice(loc: Loc, key: str, values: list[str]) -> Iterator[Problem]:
 def is_measured(pool: PoolConfig) -> bool:
     """Decides whether the pool has, or may get, golden records to measure its backends by.
 
-    An embedded backend brings its own, and a file of backends may list one.
+    A backend that is embedded or started here brings its own; a file of backends may list one.
     """
-    own = any(isinstance(backend, EmbeddedConfig) for backend in pool.backends)
+    own = any(isinstance(backend, EmbeddedConfig | ManagedConfig) for backend in pool.backends)
     listed = any(isinstance(source, FileDiscovery) for source in pool.discover)
     return pool.proof.enabled and (pool.proof.golden is not None or own or listed)
 

@@ -81,6 +81,17 @@ class GatewayConfig(Section):
         }
         return self.pools | inline
 
+    @property
+    def one_at_a_time(self) -> dict[str, PoolConfig]:
+        """The pools of models that start one pool at a time."""
+        pools = self.all_pools
+        return {
+            pool: pools[pool]
+            for name, model in self.models.items()
+            if model.one_at_a_time
+            for pool in model.in_order(name)
+        }
+
     def without_proof(self) -> Self:
         """Returns a copy in which no backend has to be proven: `octet serve --no-proof`."""
 

@@ -51,6 +51,8 @@ class ModelConfig(Section):
     canary: tuple[Canary, ...] = ()
     shadow: Shadow | None = None
     fallback: tuple[Name, ...] = ()  # pools to use, in this order, when `pool` cannot answer
+    # Starts `pool` alone, and each fallback only when the one before cannot serve and was stopped.
+    one_at_a_time: bool = False
     # Tier of requests that name none; null: `pool`, then `fallback`, whatever their divergence.
     tier: Name | None = None
     # Further public names, each for one tier: {llama-exact: exact}.
@@ -64,6 +66,10 @@ class ModelConfig(Section):
         if isinstance(value, str):
             raise ValueError(f"should be a section, such as {{pool: {value}}}")
         return value
+
+    def in_order(self, own: str) -> tuple[str, ...]:
+        """Lists the pools that answer in turn: `pool`, then `fallback`."""
+        return (self.pool if isinstance(self.pool, str) else own, *self.fallback)
 
     def pool_names(self, own: str) -> tuple[str, ...]:
         """Lists every pool that its requests may go to; one written in place is called `own`."""

@@ -15,13 +15,16 @@ __all__ = ["Proof", "Tier"]
 class Proof(Section):
     """The golden records that every backend of a pool must answer as its artifact should."""
 
-    # Written by an export or a calibration. Default: an embedded backend's own; other backends
-    # serve unproven, with a prominent warning.
+    # Written by an export or a calibration. Default: the artifact's own of an embedded backend or
+    # one that is started here; other backends serve unproven, with a prominent warning.
     golden: Path | None = None
     enabled: bool = True
     # Declared weights of the backends: "quantized" by the artifact's recipe, or the "original"
     # checkpoint in BF16.
     weights: Literal["quantized", "original"] = "quantized"
+    # Declared activations of the linear layers: "quantized" as in the recipe, or "original", that
+    # is weight-only. Null: either.
+    activations: Literal["quantized", "original"] | None = None
     kv_cache: Literal["e5m2", "e4m3", "float16"] | None = None  # null: what the artifact is for
     # Serving engine, if known. Restricts which numerics count as correct.
     engine: Literal["vllm-gpu", "vllm-cpu", "tensorrt", "onnxruntime"] | None = None

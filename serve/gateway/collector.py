@@ -121,11 +121,19 @@ class GatewayCollector(Collector):
             "1 if a backend of the pool serves without a proof of its answers.",
             labels=("pool",),
         )
+        given_up = GaugeMetricFamily(
+            "octet_pool_given_up",
+            "1 if the pool was given up, and the next one of its model started instead.",
+            labels=("pool", "reason"),
+        )
         for pool in gateway.pools.values():
+            if pool.given_up is not None:
+                given_up.add_metric((pool.name, pool.given_up.code), 1)
             pools.add_metric((pool.name, pool.precision or ""), pool.ready)
             unproven.add_metric((pool.name,), pool.unproven)
         yield pools
         yield unproven
+        yield given_up
         yield GaugeMetricFamily(
             "octet_ready", "1 if new requests are accepted and a backend serves.", gateway.ready
         )

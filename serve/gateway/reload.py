@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from octet.errors import ConfigError, OctetError
 from serve.access.keys import Keys
-from serve.config import EmbeddedConfig, GatewayConfig, PoolConfig, checks
+from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig, PoolConfig, checks
 from serve.config.checks import load_config
 from serve.gateway.discovery import origin_of
 from serve.gateway.state import Epoch, Gateway, all_of
@@ -89,6 +89,10 @@ class Change:
 
     async def _prepare(self) -> None:
         gateway, config = self._gateway, self.config
+        if gateway.config.one_at_a_time != config.one_at_a_time:
+            raise ConfigError(
+                "a model with one_at_a_time is added, changed or removed only by a restart"
+            )
         for name, pool_config in config.all_pools.items():
             models = config.models_of(name)
             pool = gateway.pools.get(name)
@@ -97,7 +101,9 @@ class Change:
             if pool is None:
                 self._fresh[name] = Pool.from_config(name, pool_config, models[0])
             else:
-                self._changes[name] = _PoolChange(pool, pool_config, models[0])
+                self._changes[name] = _PoolChange(
+                    pool, pool_config, models[0], walked=name in config.one_at_a_time
+                )
         self.keys = Keys.from_config(config.access, gateway.keys)
         await all_of(
             [pool.start() for pool in self._fresh.values()]
@@ -140,18 +146,28 @@ class Change:
 class _PoolChange:
     """One pool that stays: the members that its new configuration lists, old and new."""
 
-    def __init__(self, pool: Pool, config: PoolConfig, model: str) -> None:
-        """`model` is the public model name of new backends from now on."""
+    def __init__(self, pool: Pool, config: PoolConfig, model: str, *, walked: bool) -> None:
+        """`model` is the public model name of new backends from now on.
+
+        `walked`: the pool is started one at a time with others.
+        """
         self.pool = pool
         self.config = config
         self.model = model
+        self._walked = walked
         self.come: list[Member] = []
         self._listed: list[Member] = []
         self._exams = Exams(config.proof)
         self._provers: Provers = {}
 
     async def prepare(self) -> None:
-        """Keeps each member whose entry is unchanged; starts new members for the other entries."""
+        """Keeps each member whose entry is unchanged; starts new members for the other entries.
+
+        A pool that is started one at a time with others keeps the members that it has.
+        """
+        if self._walked:
+            self._listed = list(self.pool.members)
+            return
         members = filter(self._serves_the_same, self.pool.members)
         free = [member for member in members if member.origin in ("config", "admin")]
         found: list[Member | None] = []
@@ -175,7 +191,11 @@ class _PoolChange:
     def _serves_the_same(self, member: Member) -> bool:
         """Returns whether its requests name the same model, even if the public name changed."""
         config = member.config
-        own = config is None or isinstance(config, EmbeddedConfig) or config.model is not None
+        own = (
+            config is None
+            or isinstance(config, EmbeddedConfig | ManagedConfig)
+            or config.model is not None
+        )
         return own or self.model == self.pool.model
 
     async def _start(self, entry: Any) -> Member:

@@ -17,6 +17,7 @@ from serve.admission.admission import Admission
 from serve.config import GatewayConfig
 from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
+from serve.gateway.walk import walk
 from serve.routing import Pool, Routes
 from serve.routing.pool import FIRST_PROOF_S
 from serve.telemetry.metrics import Metrics
@@ -91,6 +92,7 @@ class Gateway:
         self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # previous ones with requests left
         self.finishing: list[Pool] = []  # out of use, but requests may still wait for them
         self.discoveries = self._discover()
+        self._walks: list[asyncio.Task[None]] = []
         self._drain_until = 0.0
 
     @classmethod
@@ -99,7 +101,8 @@ class Gateway:
         pools = {}
         for name, pool in config.all_pools.items():
             if models := config.models_of(name):
-                pools[name] = Pool.from_config(name, pool, models[0])
+                dormant = name in config.one_at_a_time
+                pools[name] = Pool.from_config(name, pool, models[0], dormant=dormant)
         return cls(config, pools)
 
     @property
@@ -151,11 +154,15 @@ class Gateway:
         except BaseException:
             await self.close()
             raise
+        for name, model in self.config.models.items():
+            if model.one_at_a_time:
+                pools = [self.pools[pool] for pool in model.in_order(name)]
+                self._walks.append(asyncio.create_task(walk(name, pools, self.changing)))
         self.admission.memory.warn()  # the models are in memory by now
 
     async def close(self) -> None:
         """Closes everything, at most 10 s for each pool; safe to call twice."""
-        tasks = [*self.background, *self.earlier.values()]
+        tasks = [*self._walks, *self.background, *self.earlier.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

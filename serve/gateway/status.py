@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from octet import __version__
+from serve.backends.base import supervised
 from serve.config import ModelConfig
 from serve.gateway.state import Gateway
 from serve.routing import Member, Pool, Route
@@ -81,6 +82,8 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
         entry["address"] = member.backend.name
         entry["last_error"] = member.last_error or None
         entry["last_error_s_ago"] = _ago(member.last_error_at, now)
+        if supervised(member.backend):
+            entry["process"] = member.backend.process
         entry["recovered"] = member.recovered if member.last_error else None
     return entry
 
@@ -108,6 +111,7 @@ def _model(name: str, config: ModelConfig, route: Route) -> dict[str, Any]:
         "pool": config.pool if isinstance(config.pool, str) else name,
         "canary": [{"pool": c.pool, "fraction": c.fraction} for c in config.canary],
         "fallback": list(config.fallback),
+        "one_at_a_time": config.one_at_a_time,
         "shadow": None if shadow is None else {"pool": shadow.pool, "fraction": shadow.fraction},
         "tier": config.tier,
         "tier_aliases": dict(config.tier_aliases),
@@ -133,6 +137,8 @@ def _pool(
     entry = {
         "precision": pool.precision,
         "policy": pool.config.routing.policy,
+        "phase": pool.phase,
+        "given_up": pool.given_up and pool.given_up.code,
         "ready": pool.ready,
         "proof": _proof(pool),
         "active": pool.active,
@@ -149,6 +155,7 @@ def _pool(
     }
     sources = [source for source in gateway.discoveries if source.pool is pool]
     if addresses:
+        entry["given_up_because"] = pool.given_up and pool.given_up.reason
         entry["discovery"] = [
             {"source": source.origin, "problem": source.problem or None} for source in sources
         ]

@@ -93,7 +93,7 @@ def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
     statuses = [status for status in _ERRORS if keys or status not in _OF_KEYS]
     of_tiers = ("tier",) if tiers else ()
     found = _answer("The answer", content)
-    for header in (*of_tiers, "precision", "artifact", "divergence"):
+    for header in (*of_tiers, "precision", "artifact", "divergence", "fallback"):
         found["headers"][f"X-Octet-{header.title()}"] = {"$ref": f"#/components/headers/{header}"}
     answers = {"200": found} | _errors(statuses)
     if relays:
@@ -285,6 +285,10 @@ _HEADERS: Json = {
     "divergence": {
         "description": "Nats from the reference, as measured of the pool: the upper bound",
         "schema": {"type": "number", "minimum": 0},
+    },
+    "fallback": {
+        "description": "The pool that answered, and those that were given up before it, with why",
+        "schema": {"type": "string"},
     },
     "retry_after": {
         "description": "Seconds to wait before a retry",

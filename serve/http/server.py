@@ -45,7 +45,7 @@ class DrainingServer(uvicorn.Server):
         names = ", ".join(self.gateway.routes.names)
         logs, pools = self.gateway.config.logs, self.gateway.pools
         for pool in pools.values():
-            if not (pool.ready or proving([pool])):  # the log has the reason
+            if pool.members and not (pool.ready or proving([pool])):  # the log has the reason
                 line = f"none of its {len(pool.members)} backends serves yet"
                 say(f"warning: pool {pool.name}: {line}", logs, logging.WARNING)
         for line in unproven({name: pool.config for name, pool in pools.items()}):

@@ -71,18 +71,21 @@ def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
         for name in _without_backend(status)
     ]
     for name, pool in status["pools"].items():
+        if pool["given_up"]:
+            why = pool.get("given_up_because") or pool["given_up"].replace("_", " ")
+            found.append((f"Pool {name}", f"was given up, and the next one started: {why}"))
         if pool["proof"]["unproven"]:
             found.append((f"Pool {name}", "may serve without a proof of its answers"))
         for one in pool["backends"]:
             # What a proof found is no reason why a backend is unreachable or ejected.
             proof = one["proof"]
-            why = proof if one["standing"] in ("refused", "unproven") else {}
+            shown = proof if one["standing"] in ("refused", "unproven") else {}
             where = f"{name} / {one['name']}"
             if not one["up"]:
                 since = "" if one["out_for_s"] is None else f" for {_duration(one['out_for_s'])}"
-                cause = why.get("cause") or why.get("reason")
+                cause = shown.get("cause") or shown.get("reason")
                 cause = cause or one.get("last_error") or "see the log"
-                remedy = f"; {why['remedy']}" if why.get("remedy") else ""
+                remedy = f"; {shown['remedy']}" if shown.get("remedy") else ""
                 found.append((where, f"{_standing(one['standing'])}{since}: {cause}{remedy}"))
             elif proof["state"] == "weakly_proven" or proof.get("left_out"):
                 found.append((where, proof["reason"]))

@@ -1,4 +1,4 @@
-"""Tracks each backend: its load, its circuit breaker and what was proven of it.
+"""Makes and tracks each backend: its load, its circuit breaker and what was proven of it.
 
 Start with `member.py`.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from octet.errors import BackendError
-from serve.backends.base import Backend, LoadReport
+from serve.backends.base import Backend, LoadReport, supervised
 from serve.config import BackendConfig, Ejection
 from serve.members.breaker import Breaker
 from serve.members.proof_state import MemberProof
@@ -37,7 +37,10 @@ GONE_S = 10.0
 
 
 class Member:
-    """A backend and its standing. A backend that has not been checked yet counts as healthy."""
+    """A backend and its standing.
+
+    One that has not been checked yet counts as healthy, unless this process starts it.
+    """
 
     def __init__(
         self,
@@ -69,11 +72,11 @@ class Member:
             changed=lambda: self.changed(),
         )
 
-        self.reachable = True
-        self.ready = True
+        self.reachable = self.ready = not supervised(backend)
         self.doubtful = False  # a request lost its connection, which is being checked
         self.leaving = False
-        self.out_since: float | None = None  # when it became unreachable or not ready, by the clock
+        # When it became unreachable or not ready, by the clock.
+        self.out_since: float | None = None if self.ready else clock()
         self.away_since: float | None = None  # when unreachable; kept until it comes in again
         self._last_error = ""
         self.last_error_at = self.came_in_at = -math.inf  # by the clock
@@ -139,6 +142,15 @@ class Member:
         if self._full():
             return "full"
         return "trial" if state == "half_open" else "in"
+
+    @property
+    def returning(self) -> bool:
+        """Returns whether it is a process of ours that is being started, and may serve soon."""
+        if not supervised(self.backend) or self.backend.gave_up:
+            return False
+        standing = self.standing
+        ended = standing == "ejected" and self.breaker.certain  # its server says that it is dead
+        return ended or standing in ("unreachable", "not_ready", "unproven")
 
     def lease(self, tokens: int, *, again: bool = False) -> "Lease":
         """Assigns it a request of `tokens` tokens, until the lease is released.

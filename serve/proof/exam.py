@@ -10,7 +10,7 @@ from octet.errors import ArtifactError
 from octet.proof.responses import Response
 from octet.proof.verdict import LeftOut, Verdict
 from serve.backends.base import Backend
-from serve.config import BackendConfig, EmbeddedConfig
+from serve.config import BackendConfig, EmbeddedConfig, ManagedConfig
 from serve.config.proof import Proof
 from serve.proof.probe import ClientView, Probed
 
@@ -90,6 +90,9 @@ def directory_of(config: Proof, entry: BackendConfig | None) -> Path | None:
     """Returns the directory of a backend's golden records; None: it serves unproven."""
     if not config.enabled:
         return None
-    if config.golden is None and isinstance(entry, EmbeddedConfig):
-        return entry.path if (entry.path / GOLDEN_FILE).exists() else None
-    return config.golden
+    if config.golden is not None:
+        return config.golden
+    own = entry.path if isinstance(entry, EmbeddedConfig) else None
+    if isinstance(entry, ManagedConfig):
+        own = entry.artifact
+    return own if own is not None and (own / GOLDEN_FILE).exists() else None

@@ -80,6 +80,8 @@ class GoldenExam:
             engine=engine,
             device=None if config.device is None else find_device(config.device),
         )
+        if config.activations is not None:
+            declared = declared.rounding(config.activations)
         bound, _ = bound_of(proofs.recipe, quantized=weights == "quantized")
         return cls(proofs, declared, bound, directory)
 

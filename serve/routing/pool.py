@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 from serve.backends.base import Backend
-from serve.backends.factory import make_backend
 from serve.config import BackendConfig, PoolConfig
+from serve.members.factory import make_backend
 from serve.members.member import Member
 from serve.proof.exam import Exams, directory_of
 from serve.proof.prover import Prover
@@ -24,7 +24,7 @@ from serve.routing.members import Closing, Provers, Watches
 from serve.routing.policies import Ask, Policy, make_policy
 from serve.routing.retry_budget import RetryBudget
 
-__all__ = ["FIRST_PROOF_S", "Pool", "Proven"]
+__all__ = ["FIRST_PROOF_S", "GivenUp", "Pool", "Proven"]
 
 FIRST_PROOF_S = 10.0  # longest wait of a start for the first verdicts
 LONGEST_WAIT_S = 60.0  # largest estimate of when a backend may be available
@@ -39,6 +39,19 @@ class Proven:
     kl: float | None = None  # nats, upper bound, 95 % confidence; None: some member's is unknown
     kl_low: float | None = None  # nats, lower bound
     artifact: str | None = None  # identity of its manifest
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Why a pool was given up for the next one of its model."""
+
+    code: Literal["does_not_start", "refused", "not_ready"]
+    reason: str  # a predicate with the name of the pool as its subject
+
+
+# A pool that is started one at a time with others is dormant, then starting, then started, until
+# it is given up; any other is started.
+Phase: TypeAlias = Literal["dormant", "starting", "started", "given_up"]
 
 
 def _proven_by(members: Iterable[Member]) -> Proven:
@@ -73,6 +86,10 @@ class Pool:
         self._clock = clock
         self._rng = rng or random.Random()
         self._policy = self._make_policy()
+        self.phase: Phase = "started"
+        self.given_up: GivenUp | None = None
+        self.has_successor = False  # that starts when this one is given up
+        self.instead_of = ""  # which pools of its model were given up before, and why
         self.closing = False  # once True, a failure is not the member's fault
         self.active = 0  # requests in the pool, including those waiting for a retry
         self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)
@@ -90,8 +107,17 @@ class Pool:
         self._take(self.members)
 
     @classmethod
-    def from_config(cls, name: str, config: PoolConfig, model: str) -> Self:
-        """Raises OctetError if a backend's library or files are missing."""
+    def from_config(
+        cls, name: str, config: PoolConfig, model: str, *, dormant: bool = False
+    ) -> Self:
+        """Makes a pool; a dormant one gets its backends later.
+
+        Raises OctetError if a backend's library or files are missing.
+        """
+        if dormant:
+            pool = cls(name, config, model=model)
+            pool.phase = "dormant"
+            return pool
         made = ((make_backend(model, entry), entry) for entry in config.backends)
         return cls(name, config, made, model=model)
 
@@ -159,6 +185,27 @@ class Pool:
                     self._moved.clear()
                     await self._moved.wait()
         return False
+
+    @property
+    def returning(self) -> bool:
+        """Returns whether none serves, and waiting for a process that is being started may help."""
+        if self.phase == "starting" or (self.phase == "started" and self.has_successor):
+            return not self.ready
+        return any(m.returning for m in self.members) and not self.ready
+
+    async def returned(self, unfit: Collection[Member], within_s: float) -> bool:
+        """Waits for a member that is being started, but is not in `unfit`; True if one serves."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.returning:
+                    self._moved.clear()
+                    await self._moved.wait()
+        return any(m.available for m in self.members if m not in unfit)
+
+    def give_up(self, why: GivenUp) -> None:
+        """Stops its backends when their last request has ended, for good."""
+        self.phase, self.given_up = "given_up", why
+        self.swap(self.config, ())
 
     def retry_after_s(self, of: Sequence[Member] | None = None) -> float:
         """Estimates the seconds until one of these, or of all, may be available: 0.1 to 60."""

@@ -18,9 +18,9 @@ import pytest
 from octet.artifacts.golden import GoldenSet
 from octet.proof.reference import load_proofs
 from serve.backends.base import Backend
-from serve.backends.factory import make_backend
 from serve.config import HttpConfig, TritonConfig
 from serve.engine.tokenizer import Tokenizer
+from serve.members.factory import make_backend
 from serve.proof.plan import FIRST_PART, order, simulated
 from serve.proof.probe import probe
 from tests.integration.servers.launch import TritonServer, VllmServer

@@ -48,7 +48,7 @@ def test_examples_are_shown_and_name_options_that_exist(command: str) -> None:
     shown = octet(*("" if command == "octet" else command).split(), "--help").stdout
     for example in EXAMPLES[command]:
         assert " ".join(example.split()) in " ".join(shown.split())
-        found, context, words = command_of(shlex.split(example.partition(" < ")[0])[1:])
+        found, context, words = command_of(shlex.split(re.split(" < | -- ", example)[0])[1:])
         known = {name for p in found.get_params(context) for name in (*p.opts, *p.secondary_opts)}
         assert {word for word in words if word.startswith("-")} <= known, example
 

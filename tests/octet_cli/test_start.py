@@ -119,6 +119,10 @@ REFUSED = {
     "serve absent": ABSENT,
     "serve plain": NO_ARTIFACT,
     "serve newer": NEWER,
+    "serve calibration": "calibration: is a calibration; what is served here is a checkpoint, an",
+    "serve model": "model: is not quantized; give --samples FILE to calibrate and prove it",
+    "serve model --samples texts.jsonl --recipe fp9": "unknown recipe 'fp9'",
+    "serve model other": "other: give one export; options of vLLM go behind --",
     "serve --config absent": "configuration absent: No such file or directory",
     "keys new ?": "'?' is not a valid name of a key",
 }

@@ -17,7 +17,8 @@ from typing import Any
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import BackendError, ConfigError
-from serve.vllm_server import child_process, last_line, require_command
+from serve.vllm.command import require_command
+from serve.vllm.process import child_process, last_line
 
 __all__ = ["FIGURES", "Generator", "Load", "Place", "Served"]
 

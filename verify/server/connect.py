@@ -139,7 +139,7 @@ def _refused(query: Query, error: ValidationError) -> ConfigError:
 
 
 async def _started(model: str, config: "BackendConfig") -> "Backend":
-    from serve.backends.factory import make_backend
+    from serve.members.factory import make_backend
 
     backend = make_backend(model, config)
     await backend.start()

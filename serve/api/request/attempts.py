@@ -26,6 +26,7 @@ from octet.errors import (
 )
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
+from serve.admission.token_gate import Overloaded
 from serve.api.errors import forget_frames
 from serve.api.operation import Answer, Call, Operation, close
 from serve.api.relay import AnsweredFailure
@@ -185,21 +186,30 @@ class Attempts:
         deadline = since + self.deadlines.remaining_s
         before_s = 0.0 if self.ticket is None else self.ticket.queued_s
         try:
-            if self.ticket is None:
-                self.ticket = await self.admission.admit(
-                    pool,
-                    self.principal,
-                    tokens=self._ask_of.tokens,
-                    deadline=deadline,
-                    prompt_tokens=self.prompt_tokens,
-                )
-            else:
-                await self.ticket.move_to(pool, deadline=deadline)
+            while True:
+                try:
+                    self.ticket = await self._admitted(pool, deadline)
+                    break
+                except Overloaded as error:
+                    if error.reason != "queue_timeout" or not pool.returning:
+                        raise
         finally:  # a wait in vain counts, too
             self._queued_s += time.monotonic() - since
         self.observation.queued(self.ticket.queued_s - before_s)
         pool.active += 1
         self.pool = pool
+
+    async def _admitted(self, pool: Pool, deadline: float) -> Ticket:
+        if self.ticket is not None:
+            await self.ticket.move_to(pool, deadline=deadline)
+            return self.ticket
+        return await self.admission.admit(
+            pool,
+            self.principal,
+            tokens=self._ask_of.tokens,
+            deadline=deadline,
+            prompt_tokens=self.prompt_tokens,
+        )
 
     async def _ask(self, pool: Pool) -> Answer:
         tried: list[Member] = []
@@ -245,10 +255,14 @@ class Attempts:
                 member = pool.choose(self._ask_of, barred)
             if member is not None:
                 return member
-        # Waits for capacity only if the next try is outside the budget and no later pool has any.
-        free = failure is not None and failure.kind in _GONE and not self._redispatched
         later = self.pools[self.pools.index(pool) + 1 :]
-        if not free or any(other.available for each in later for other in each.members):
+        if any(other.available for each in later for other in each.members):
+            return None
+        if pool.returning and await pool.returned(unfit, self.deadlines.remaining_s):
+            return pool.choose(self._ask_of, unfit)
+        # Waits for capacity only if the next try is outside the budget.
+        free = failure is not None and failure.kind in _GONE and not self._redispatched
+        if not free:
             return None
         return pool.choose(self._ask_of, tried) if await pool.has_capacity(tried) else None
 

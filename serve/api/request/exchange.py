@@ -394,6 +394,8 @@ def provenance(
         return headers
     if tier is not None and (kept := tier.kept_by(pool)) is not None:
         headers["x-octet-tier"] = kept
+    if pool.instead_of:
+        headers["x-octet-fallback"] = f"{pool.name}; {pool.instead_of}"
     if pool.precision is not None:
         headers["x-octet-precision"] = pool.precision
     proof = None if member is None else member.proof

@@ -84,6 +84,17 @@ def test_what_the_model_does_not_know_conforms_in_any_way() -> None:
     assert found.label.endswith("on Gaudi 3 (how that rounds is not known: any way conforms)")
 
 
+def test_declared_activations_tell_native_from_weight_only() -> None:
+    native = declared_paths(SET, FP8, "e5m2").rounding("quantized")
+    assert native.paths == (NEAREST, FLOAT32, TRUNCATED)
+    assert native.label == "fp8 weights, e5m2 cache, activations rounded"
+    weight_only = declared_paths(SET, FP8, "e5m2").rounding("original")
+    assert weight_only.paths == (WEIGHTS,)
+    assert weight_only.label == "fp8 weights, e5m2 cache, weight-only"
+    original = declared_paths(SET, FP8, "e5m2", weights="original").rounding("quantized")
+    assert original.paths == (BARE,)
+
+
 def test_the_original_is_not_quantized() -> None:
     found = declared_paths(SET, FP8, "e5m2", weights="original", engine="vllm-gpu")
     assert found.paths == (BARE,)

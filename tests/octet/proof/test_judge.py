@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -185,6 +186,26 @@ def test_an_unquantized_pool_is_held_to_the_unquantized_path() -> None:
         other = judge(world.golden, scenarios, declared, world.server(HONEST, seed))
         assert other.outcome == "worse" and other.cause is not None
         assert other.cause.name == "quantized"
+
+
+def test_an_unquantized_server_in_16_bits_is_not_held_to_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float32 it computes the reference, from which the noise of 16 bits is far away."""
+    exact = Scenario(path=BARE.path.model_copy(update={"compute": "float32"}))
+    sizes = {BARE: (0.0, 0.05), exact: (0.0, 1e-5)}
+    for scenario, size in sizes.items():
+        monkeypatch.setitem(cast(dict[Scenario, tuple[float, float]], SIZES), scenario, size)
+    for seed in range(5):
+        world = make_world(seed)
+        errors = {**world.errors, **{each: np.zeros_like(world.logits) for each in sizes}}
+        world = replace(world, errors=errors)
+        scenarios = world.scenarios(seed, known=tuple(SIZES))
+        declared = declared_paths(scenarios, RECIPE, "e5m2", weights="original")
+        assert set(declared.paths) == {BARE.path, exact.path}
+        for truth in sizes:
+            found = judge(world.golden, scenarios, declared, world.server(truth, seed))
+            assert found.outcome == "as_expected", (truth, found.reason)
 
 
 def test_more_looks_ask_for_more_evidence() -> None:

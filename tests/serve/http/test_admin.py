@@ -243,6 +243,7 @@ class TestStatus:
                 "pool": "fp8",
                 "canary": [{"pool": "new", "fraction": 0.1}],
                 "fallback": ["bf16"],
+                "one_at_a_time": False,
                 "shadow": {"pool": "new", "fraction": 0.5},
                 "tier": None,
                 "tier_aliases": {},

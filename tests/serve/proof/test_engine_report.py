@@ -9,7 +9,7 @@ from octet.hardware.devices import Device, find_device
 from octet.proof.declared import Declared, Engine, declared_paths
 from octet.proof.reference import load_proofs
 from octet.recipe import PRESETS, KvCacheDtype
-from serve.backends.factory import make_backend
+from serve.members.factory import make_backend
 from serve.proof.engine_report import EngineReport, engine_report, structural_findings
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running
 from tests.fakes import fake_backend, opened

@@ -12,7 +12,7 @@ import pytest
 from octet.artifacts.golden import POSITIONS
 from octet.errors import RequestError
 from serve.backends.base import Backend
-from serve.backends.factory import make_backend
+from serve.members.factory import make_backend
 from serve.proof.plan import order
 from serve.proof.probe import Unprovable
 from tests.fake_servers import FLAVOURS, FakeOpenAI, FakeTriton, running

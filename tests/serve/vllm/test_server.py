@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from octet.artifacts.manifest import Manifest, software, write_artifact
-from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError, BackendError, ConfigError
-from octet.model.checkpoint import Checkpoint
-from octet.recipe import Recipe
-from serve.vllm_server import VllmServer, last_line
+from serve.vllm.process import last_line
+from serve.vllm.server import VllmServer
 from tests.layout import ROOT
+from tests.serve.vllm.exports import write_export
 
 # Writes how it was started; then is healthy, or ends as $FAULT says, or when its parent is gone.
 COMMAND = """#!{python} -S
@@ -67,20 +65,6 @@ def test_it_runs_as_long_as_the_block(checkpoint: Path, command: str, tmp_path: 
         )
         assert alive(call["pid"])
     assert not alive(call["pid"])
-
-
-def write_export(path: Path, model: Path, name: str, serve_with: str) -> None:
-    with write_artifact(path) as writer:
-        (writer.path / "config.json").write_text("{}")
-        writer.finish(
-            Manifest(
-                kind="checkpoint",
-                model=ModelIdentity.of(Checkpoint.open(model), name),
-                recipe=Recipe.load("fp8"),
-                details={"serve_with": serve_with, "tensor_parallel": 2},
-                software=software(),
-            )
-        )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +128,7 @@ def test_it_ends_with_a_parent_that_is_killed(
     checkpoint: Path, command: str, tmp_path: Path
 ) -> None:
     code = (
-        "import os, sys, pathlib; from serve.vllm_server import VllmServer\n"
+        "import os, sys, pathlib; from serve.vllm.server import VllmServer\n"
         f"with VllmServer(pathlib.Path({str(checkpoint)!r}), log=pathlib.Path(os.devnull),"
         f" command={command!r}):\n    os.kill(os.getpid(), 9)"
     )

@@ -4,7 +4,7 @@ from typing import assert_never
 
 from octet.errors import OctetError
 from serve.backends.base import Backend
-from serve.config import BackendConfig, EmbeddedConfig, HttpConfig, TritonConfig
+from serve.config import BackendConfig, EmbeddedConfig, HttpConfig, ManagedConfig, TritonConfig
 
 __all__ = ["make_backend"]
 
@@ -22,6 +22,10 @@ def make_backend(model: str, config: BackendConfig) -> Backend:
         from serve.backends.openai_http import OpenAiHttpBackend
 
         return OpenAiHttpBackend(model, config)
+    if isinstance(config, ManagedConfig):
+        from serve.backends.managed import ManagedBackend
+
+        return ManagedBackend(model, config)
     if not isinstance(config, TritonConfig):
         assert_never(config)
     try:

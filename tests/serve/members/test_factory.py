@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from octet.errors import OctetError
-from serve.backends.factory import make_backend
 from serve.config import TritonConfig
+from serve.members.factory import make_backend
 
 
 def test_client_libraries_are_loaded_only_for_their_backends() -> None:
     code = (
         "import sys, serve.routing; from serve.config import HttpConfig;"
-        "from serve.backends.factory import make_backend;"
+        "from serve.members.factory import make_backend;"
         "before = {m.partition('.')[0] for m in sys.modules};"
         "make_backend('m', HttpConfig(type='vllm', url='http://h'));"
         "after = {m.partition('.')[0] for m in sys.modules};"

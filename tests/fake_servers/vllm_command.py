@@ -1,0 +1,55 @@
+"""A stand-in for the `vllm` command: a fake server in a process of its own.
+
+Options that real vLLM does not have make it misbehave: `--broken` ends with a traceback before it
+listens, `--hang` never listens, `--dead-after N` reports a dead engine after N seconds, and
+`--slow N` takes N seconds for each token.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from tests.layout import ROOT
+
+__all__ = ["write_vllm"]
+
+TRACEBACK = """Traceback (most recent call last):
+  File "engine.py", line 1, in <module>
+ValueError: no kernel can run this
+RuntimeError: Engine core initialization failed. See root cause above."""
+
+
+def write_vllm(path: Path) -> Path:
+    """Writes the command to `path`, and returns it."""
+    path.write_text(
+        f"#!{sys.executable}\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.fake_servers.vllm_command import main; main(sys.argv[1:])\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def main(words: list[str]) -> None:
+    print(f"INFO starting {' '.join(words)}", flush=True)
+    if "--broken" in words:
+        print(TRACEBACK, file=sys.stderr)
+        sys.exit(1)
+    asyncio.run(serve(words))
+
+
+async def serve(words: list[str]) -> None:
+    from tests.fake_servers import FakeOpenAI
+
+    def number(name: str) -> float:
+        return float(words[words.index(name) + 1]) if name in words else 0.0
+
+    if "--hang" in words:
+        await asyncio.Event().wait()
+    server = FakeOpenAI(delay_s=number("--slow"))
+    await server.start(int(number("--port")))
+    if seconds := number("--dead-after"):
+        await asyncio.sleep(seconds)
+        print("EngineDeadError: the engine is gone", flush=True)
+        server.healthy = False
+    await asyncio.Event().wait()

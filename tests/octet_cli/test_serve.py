@@ -1,0 +1,128 @@
+"""`octet serve MODEL`: what is calibrated and exported before it is served, and what is refused."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octet_cli.serve
+import serve.run
+import serve.settings
+from octet.errors import ConfigError
+from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
+from serve.vllm.command import Gpu, Installed
+from tests.command import octet
+from tests.serve.vllm.exports import write_export
+
+Ran = list[list[str]]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Ran:
+    """The commands that are run before serving; each writes what it would, without weights."""
+    ran: Ran = []
+
+    def run(*words: object) -> None:
+        ran.append([str(word) for word in words])
+        kind = "calibration" if words[0] == "calibrate" else str(words[1])
+        details = {"source": str(tiny_model), "target": "onnxruntime", "tensor_parallel": 1}
+        write_export(Path(str(words[-1])), tiny_model, "m", kind=kind, details=details)
+
+    monkeypatch.setattr(octet_cli.serve, "_octet", run)
+    return ran
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[GatewayConfig]:
+    """The settings that would be served."""
+    served: list[GatewayConfig] = []
+    monkeypatch.setattr(serve.run, "run", lambda settings, **_: served.append(settings))
+    return served
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Sets whether this machine has a GPU and vLLM."""
+
+    def vllm(there: bool) -> None:
+        def find(**_: Any) -> Installed:
+            if not there:
+                raise ConfigError("no vLLM")
+            return Installed(("vllm",), None)
+
+        found = [Gpu("NVIDIA H100", (9, 0), 80_000, 79_500)] if there else []
+        monkeypatch.setattr(serve.settings, "find_vllm", find)
+        monkeypatch.setattr(serve.settings, "gpus", lambda: found)
+
+    vllm(False)
+    return vllm
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_model_is_calibrated_and_exported_once(
+    ran: Ran,
+    served: list[GatewayConfig],
+    vllm: Callable[[bool], None],
+    tiny_model: Path,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "kept"
+    words = ("serve", tiny_model, "--samples", "texts.jsonl", "-o", out, "--port", free_port())
+    assert octet(*words).returncode == 0
+    calibration = str(out / "calibration")
+    calibrate = ["calibrate", str(tiny_model), "--samples", "texts.jsonl", "--recipe", "fp8"]
+    assert ran == [
+        [*calibrate, "--out", calibration],
+        ["export", "onnx", calibration, "--out", str(out / "onnx")],
+    ]
+    (backend,) = served[-1].all_pools["m"].backends
+    assert isinstance(backend, EmbeddedConfig) and backend.path == out / "onnx"
+    vllm(True)
+    assert octet(*words).returncode == 0
+    assert ran[2:] == [["export", "checkpoint", calibration, "--out", str(out / "checkpoint")]]
+    (backend,) = served[-1].all_pools["m"].backends
+    assert isinstance(backend, ManagedConfig) and backend.artifact == out / "checkpoint"
+    for again in (words, ("serve", out), ("serve", tiny_model, "-o", out)):
+        assert octet(*again).returncode == 0
+    assert len(ran) == 3 and len(served) == 5
+
+
+def test_what_is_kept_is_of_this_model_and_recipe(
+    ran: Ran, vllm: Callable[[bool], None], tiny_model: Path, tmp_path: Path
+) -> None:
+    write_export(
+        tmp_path / "kept" / "calibration",
+        tiny_model,
+        "m",
+        kind="calibration",
+        details={"source": str(tmp_path)},
+    )
+    done = octet("serve", tiny_model, "--samples", "texts.jsonl", "-o", tmp_path / "kept")
+    assert done.returncode == 2 and "name another directory with --out" in done.stderr
+    write_export(tmp_path / "export", tiny_model, "m")
+    done = octet("serve", tiny_model, "--samples", "texts.jsonl", "-o", tmp_path / "export")
+    assert done.returncode == 2 and "is an artifact; name another directory" in done.stderr
+    assert not ran
+
+
+def test_a_port_in_use_is_refused_before_anything_is_calibrated(
+    ran: Ran, vllm: Callable[[bool], None], tiny_model: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = octet(
+            *("serve", tiny_model, "--samples", "texts.jsonl", "--port", port),
+            *("-o", tmp_path / "kept"),
+        )
+    assert done.returncode == 2 and not ran
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr

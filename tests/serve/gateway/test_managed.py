@@ -1,0 +1,233 @@
+"""Backends that the gateway starts: supervision, restarts under load, and pools one at a time."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from octet.errors import ConfigError, OctetError
+from serve.backends.managed import ManagedBackend
+from serve.check import check
+from serve.config.checks import load_config
+from serve.gateway.reload import reload_from
+from serve.gateway.status import status as status_of
+from serve.http.status_page import render
+from serve.vllm import supervisor
+from tests.fake_servers.vllm_command import write_vllm
+from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.waiting import until
+
+BODY = {"model": "m", "prompt": "abc", "max_tokens": 8, "ignore_eos": True}
+QUICK = "health: {reconnect_s: 0.05, probe_after_s: null}"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delays of a test's length."""
+    monkeypatch.setattr(supervisor, "_POLL_S", 0.05)
+    monkeypatch.setattr(supervisor, "_DELAYS_S", (0.05, 0.2))
+    monkeypatch.setattr(supervisor, "_DEAD_S", 0.3)
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Callable[..., str]:
+    """A managed backend in a configuration, whose vLLM is started with `options`."""
+    command = write_vllm(tmp_path / "vllm")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    def entry(*options: str, **more: Any) -> str:
+        words = ", ".join(f'"{option}"' for option in options)
+        extra = "".join(f", {name}: {value}" for name, value in more.items())
+        return (
+            f"{{type: vllm, artifact: model, command: {command}, name: own,"
+            f" options: [{words}]{extra}}}"
+        )
+
+    return entry
+
+
+@asynccontextmanager
+async def gateway_of(path: Path, text: str) -> AsyncIterator[Served]:
+    async with serving_gateway(configured(path / "octet.yaml", text)) as served:
+        yield served
+
+
+def one(entry: str) -> str:
+    return f"models: {{m: {{pool: p}}}}\npools: {{p: {{backends: [{entry}], {QUICK}}}}}\n"
+
+
+def backend_of(served: Served, pool: str = "p") -> ManagedBackend:
+    (member,) = served.gateway.pools[pool].members
+    assert isinstance(member.backend, ManagedBackend)
+    return member.backend
+
+
+def process_of(served: Served) -> dict[str, Any]:
+    return backend_of(served).process
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+async def test_a_killed_process_is_replaced_and_no_request_without_a_token_is_lost(
+    tmp_path: Path, entry: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with gateway_of(tmp_path, one(entry("--slow", "0.1"))) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200  # it waits for the start
+        before = process_of(served)["pid"]
+        answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(40)]
+        await until(lambda: served.gateway.pools["p"].members[0].in_flight == 40)
+        os.killpg(before, signal.SIGKILL)
+        assert [status for status, _ in await asyncio.gather(*answers)] == 40 * [200]
+        process = process_of(served)
+        assert process["starts"] == 2 and process["pid"] != before
+        assert process["last_end"].startswith("was killed by SIGKILL: INFO starting serve")
+    assert not alive(before) and not alive(process["pid"])
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("own | INFO starting serve") for line in lines)
+
+
+async def test_one_whose_engine_is_dead_is_replaced(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    async with gateway_of(tmp_path, one(entry("--dead-after", "0.5"))) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        await until(lambda: process_of(served)["starts"] > 1)
+        assert "EngineDeadError: the engine is gone" in process_of(served)["last_end"]
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "reason"),
+    [
+        (["--broken"], {}, "ended with code 1: ValueError: no kernel can run this"),
+        (["--hang"], {"start_timeout_s": 1.5}, "was not ready within 1.5 s"),
+    ],
+)
+async def test_one_that_does_not_start_is_tried_again_and_refuses_requests(
+    options: list[str], more: dict[str, Any], reason: str, tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    async with gateway_of(tmp_path, one(entry(*options, **more))) as served:
+        status, body = await served.post("/v1/completions", BODY)
+        assert status == 503, body
+        assert reason in backend_of(served).gave_up
+        await until(lambda: process_of(served)["starts"] > 1)
+        shown = status_of(served.gateway, addresses=True)["pools"]["p"]["backends"][0]
+        assert reason in shown["process"]["last_end"]
+
+
+async def test_it_ends_when_a_reload_removes_it(tmp_path: Path, entry: Callable[..., str]) -> None:
+    async with gateway_of(tmp_path, one(entry())) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        pid = process_of(served)["pid"]
+        path = tmp_path / "octet.yaml"
+        path.write_text(one("{type: vllm, url: 'http://127.0.0.1:9'}"))
+        await reload_from(served.gateway, path)
+        await until(lambda: not alive(pid))
+
+
+async def test_one_that_can_never_start_is_refused(
+    tmp_path: Path, entry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = one(entry().replace(str(tmp_path / "vllm"), "no-such-vllm"))
+    gateway = configured(tmp_path / "octet.yaml", text)
+    with pytest.raises(ConfigError, match="no-such-vllm: no such command, so nothing can run vLLM"):
+        await gateway.start()
+    gateway = configured(tmp_path / "octet.yaml", one(entry()))
+    full = SimpleNamespace(free=100 << 20)
+    monkeypatch.setattr("serve.backends.managed.shutil.disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match="100 MB are free, and vLLM's kernel caches may take"):
+        await gateway.start()
+    with pytest.raises(ConfigError, match=r"no checkpoint \(no config.json\)"):
+        configured(tmp_path / "octet.yaml", one(entry().replace("model,", "nothing,")))
+
+
+async def test_requests_that_queue_wait_for_the_start_too(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    short = f"{QUICK}, admission: {{max_tokens: 12, max_wait_s: 0.2}}"
+    async with gateway_of(tmp_path, one(entry()).replace(QUICK, short)) as served:
+        answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(4)]
+        assert [status for status, _ in await asyncio.gather(*answers)] == 4 * [200]
+        samples = served.gateway.admission.rejections
+        assert samples["p", "queue_timeout"]
+
+
+def chain(*entries: str) -> str:
+    names = ["first", "second", "third"][: len(entries)]
+    pools = "".join(
+        f"  {name}: {{backends: [{entry}], {QUICK}}}\n"
+        for name, entry in zip(names, entries, strict=True)
+    )
+    others = ", ".join(names[1:])
+    model = f"{{pool: first, fallback: [{others}], one_at_a_time: true}}"
+    return f"models: {{m: {model}}}\npools:\n{pools}"
+
+
+async def test_pools_start_one_at_a_time_until_one_serves(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    missing = entry().replace(str(tmp_path / "vllm"), "no-such-vllm")
+    text = chain(entry("--broken"), missing, entry())
+    async with gateway_of(tmp_path, text) as served:
+        async with served.session.post("/v1/completions", json=BODY) as answer:  # it waits
+            assert answer.status == 200
+            reasons = "third; first does_not_start, second does_not_start"
+            assert answer.headers["x-octet-fallback"] == reasons
+        pools = status_of(served.gateway, addresses=True)["pools"]
+        assert [pool["phase"] for pool in pools.values()] == ["given_up", "given_up", "started"]
+        assert "no kernel can run this" in pools["first"]["given_up_because"]
+        assert "no such command" in pools["second"]["given_up_because"]
+        sample = served.gateway.metrics.registry.get_sample_value
+        labels = {"pool": "first", "reason": "does_not_start"}
+        assert sample("octet_pool_given_up", labels) == 1
+        assert sample("octet_pool_given_up", labels | {"pool": "third"}) is None
+        assert not served.gateway.pools["first"].members
+        page = render(status_of(served.gateway))
+        assert "Pool first" in page and "was given up, and the next one started" in page
+
+
+async def test_the_first_pool_that_serves_is_the_only_one_that_starts(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    text = chain(entry(), entry())
+    (tmp_path / "octet.yaml").write_text(text)
+    line = "pool second, least_tokens: 1 backend, started one pool at a time"
+    assert line in check(tmp_path / "octet.yaml")
+    async with gateway_of(tmp_path, text) as served:
+        async with served.session.post("/v1/completions", json=BODY) as answer:
+            assert answer.status == 200 and "x-octet-fallback" not in answer.headers
+        assert served.gateway.pools["second"].phase == "dormant"
+        pid = backend_of(served, "first").process["pid"]
+        await reload_from(served.gateway, tmp_path / "octet.yaml")  # changes nothing
+        assert backend_of(served, "first").process["pid"] == pid
+        (tmp_path / "octet.yaml").write_text(chain(entry("--slow", "1"), entry()))
+        with pytest.raises(OctetError, match="only by a restart"):
+            await reload_from(served.gateway, tmp_path / "octet.yaml")
+
+
+def test_a_model_that_starts_one_pool_at_a_time_shares_none(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    path = tmp_path / "octet.yaml"
+    for old, new, problem in (
+        (", fallback: [second]", "", "needs a `fallback`"),
+        ("}}\npools", "}, n: {pool: second}}\npools", "the pool 'second' is also used by n"),
+    ):
+        text = chain(entry(), entry())
+        assert old in text
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=problem):
+            load_config(path)

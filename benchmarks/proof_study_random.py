@@ -2,9 +2,10 @@
 
     python benchmarks/proof_study_random.py --model examples/python-lm/model
         --samples examples/python-lm/samples --tokens 4096 --sets 3 --processes 2 --output FILE
-    python benchmarks/proof_study_random.py --model out/reference-dense --tokens 32768 --output FILE
+    python benchmarks/proof_study_random.py --join PART ... --output FILE
 
-The second is for one H100 or H200, and a model of `examples/reference/train.py`.
+A model of `examples/reference/train.py` needs one H100 or H200, which several processes can share:
+calibrate it with `octet calibrate`, give each `--calibration` and another `--seed`, and join them.
 
 Calibrates the model as `fp8` with an E5M2 cache, then serves it in this process: weights,
 activations and cache are rounded, everything else is computed in the path's dtype, in batches of
@@ -88,6 +89,16 @@ WITHHELD = ("another_model", "partly_wrong", "closer")
 
 def main() -> None:
     options = parse_arguments()
+    if options.join:
+        parts = [json.loads(path.read_text()) for path in options.join]
+        conforming, faulty = (
+            [x for p in parts for x in p[key]] for key in ("conforming", "faulty")
+        )
+        card = parts[0]["conditions"]
+        for name in ("seed", "seconds", "text", "usual", "power of all sets %"):
+            card[name] = [part["conditions"][name] for part in parts]
+        write(options.output, card, conforming, faulty)
+        return
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="octet-") as scratch:
         calibration = options.calibration or calibrated(options, Path(scratch) / "calibration")
@@ -96,23 +107,34 @@ def main() -> None:
     conforming = bench.shared("conforming", options.draws, options.processes)
     say(f"{len(conforming)} conforming draws: {time.perf_counter() - began:.0f} s")
     faulty = bench.shared("faulty", options.faults, options.processes)
-    say(f"{len(faulty)} faults: {time.perf_counter() - began:.0f} s")
     bench.card["seconds"] = round(time.perf_counter() - began)
-    summary = summarized(bench, conforming, faulty)
-    report("proof_study_random", bench.card | summary, curve(faulty), options.output)
-    if options.output is not None:  # with every draw, a line each
-        found = json.loads(options.output.read_text())
-        lines = [",\n  ".join(map(json.dumps, rows)) for rows in (conforming, faulty)]
-        text = json.dumps(found, indent=1).removesuffix("\n}")
-        text += f',\n "conforming": [\n  {lines[0]}\n ],\n "faulty": [\n  {lines[1]}\n ]\n}}\n'
-        options.output.write_text(text)
+    write(options.output, bench.card, conforming, faulty)
+
+
+def write(
+    output: Path | None,
+    card: dict[str, Any],
+    conforming: list[dict[str, Any]],
+    faulty: list[dict[str, Any]],
+) -> None:
+    """Prints the curve; writes it with every draw, a line each.
+
+    Exits with 1 if a conforming server is refused.
+    """
+    report("proof_study_random", card | summarized(conforming, faulty), curve(faulty), output)
+    if output is not None:
+        text = output.read_text().removesuffix("\n}\n")
+        for name, rows in (("conforming", conforming), ("faulty", faulty)):
+            lines = ",\n  ".join(map(json.dumps, rows))
+            text += f',\n "{name}": [\n  {lines}\n ]'
+        output.write_text(text + "\n}\n")
     if wrong := [row for row in conforming if row["admission"] in REFUSED]:
         sys.exit(f"conforming servers refused: {wrong}")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--samples", type=Path, help="directory; default: DIR/samples")
     parser.add_argument("--calibration", type=Path, help="made before, as fp8 for an E5M2 cache")
     parser.add_argument("--sets", type=int, default=8, help="golden sets that prompts come from")
@@ -121,9 +143,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of held-out text")
     parser.add_argument("--processes", type=int, default=1, help="on a CPU, a thread each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--join", type=Path, nargs="*", help="results to put together")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    options.samples = options.samples or options.model / "samples"
+    if not options.join and options.model is None:
+        parser.error("--model or --join is needed")
+    options.samples = options.samples or (options.model and options.model / "samples")
     return options
 
 
@@ -185,6 +210,14 @@ class Bench:
             usual={"kl": self.usual[1], "perplexity %": 100 * math.expm1(self.usual[0])},
             seed=options.seed,
         )
+        self.card["power stated %"] = {x.prompts: 100 * x.middle for x in self.power}
+        self.card["power of all sets %"] = [list(self._stated(*x)) for x in self.sets]
+
+    def _stated(self, golden: GoldenSet, known: ScenarioSet) -> Iterator[float]:
+        """Yields the change of perplexity, in %, that passes after 24 and after all prompts."""
+        for prompts in (FIRST, len(golden.records)):
+            found = power(golden, known, self.paths[0], prompts)
+            yield math.nan if found is None else 100 * found.middle
 
     def shared(self, what: str, draws: int, processes: int) -> list[dict[str, Any]]:
         """Returns `draws` rows of a method; forked processes take turns in them."""
@@ -479,37 +512,29 @@ def half_refused(rows: Sequence[dict[str, Any]], where: str) -> float | None:
 
 
 def summarized(
-    bench: Bench, conforming: Sequence[dict[str, Any]], faulty: Sequence[dict[str, Any]]
+    conforming: Sequence[dict[str, Any]], faulty: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     refused = sum(row["admission"] in REFUSED for row in conforming)
-    causes = Counter(row["named"] for row in faulty if row["named"] is not None)
-    known = Counter(
-        row["named"] for row in faulty if row["named"] and row["kind"].endswith("doubled")
-    )
-    stated = [
-        [x.middle for x in found]
-        for golden, scenarios_ in bench.sets
-        if all(found := [power(golden, scenarios_, bench.paths[0], n) for n in (FIRST, 64)])
-    ]
+    outcomes = Counter(row["all prompts"] for row in conforming)
+    known = [row for row in faulty if row["kind"].endswith("doubled")]
     return {
         "conforming": {
             "draws": len(conforming),
-            "refused": refused,
+            "refused at admission": refused,
             "refused, 95 %": wilson(refused, len(conforming)) if conforming else None,
             "admitted": sum(row["admission"] == "as_expected" for row in conforming),
-            "refused on all prompts": sum(row["all prompts"] in REFUSED for row in conforming),
-            "undecided on all prompts": sum(
-                row["all prompts"] == "inconclusive" for row in conforming
-            ),
+            "in the end": dict(outcomes),
         },
-        "causes": dict(causes),
-        "causes of simulated faults": dict(known),
-        "power stated %": {x.prompts: 100 * x.middle for x in bench.power},
-        "power of all sets %": [[100 * x for x in found] for found in stated],
+        "causes": _causes(faulty),
+        "causes of simulated faults": _causes(known),
         "half refused at %": {
             where: half_refused(faulty, where) for where in ("admission", "all prompts")
         },
     }
+
+
+def _causes(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    return dict(Counter(row["named"] for row in rows if row["named"] is not None))
 
 
 def _percent(nats: float) -> float:

@@ -101,8 +101,8 @@ def _some(random: Random, count: int, share: float, least: int = 1) -> Tensor:
 
 def _noise(random: Random, weight: Tensor) -> Tensor:
     """Draws Gaussian noise with the mean square of `weight`."""
-    generator = torch.Generator().manual_seed(int(random.integers(1 << 31)))
-    noise = torch.randn(weight.shape, generator=generator).to(weight.device)
+    generator = torch.Generator(weight.device).manual_seed(int(random.integers(1 << 31)))
+    noise = torch.randn(weight.shape, generator=generator, device=weight.device)
     return noise * weight.float().square().mean().sqrt()
 
 

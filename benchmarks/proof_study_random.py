@@ -224,8 +224,9 @@ class Bench:
         turns = [range(first, draws, processes) for first in range(processes)]
         if processes == 1:
             return self.rows(what, turns[0])
+        _shared.append(self)  # with the forked processes
         with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-            return [row for part in pool.map(partial(self.rows, what), turns) for row in part]
+            return [row for part in pool.map(partial(_rows, what), turns) for row in part]
 
     def rows(self, what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Returns a row for each number, which seeds it, and prints it when it is there."""
@@ -435,6 +436,13 @@ class Bench:
             if found.outcome in REFUSED:
                 break
         return first or found, found
+
+
+_shared: list[Bench] = []
+
+
+def _rows(what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    return _shared[-1].rows(what, numbers)
 
 
 def named(verdict: Verdict, planted: Planted) -> str | None:

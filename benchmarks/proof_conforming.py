@@ -55,7 +55,7 @@ SETTINGS = (
     Setting("--max-model-len 512", ("--max-model-len", "512")),
     Setting("--max-num-seqs 1", ("--max-num-seqs", "1")),
     Setting("--max-num-seqs 256", ("--max-num-seqs", "256")),
-    Setting("--block-size 16", ("--block-size", "16")),
+    Setting("--block-size 32", ("--block-size", "32")),
     Setting("--block-size 64", ("--block-size", "64")),
     Setting("--no-enable-prefix-caching", ("--no-enable-prefix-caching",)),
     Setting(

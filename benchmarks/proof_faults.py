@@ -198,7 +198,7 @@ def faults(right: Path, directory: Path) -> Iterator[Fault]:
     yield Fault("--generation-config vllm", generation_config="vllm")
 
 
-DRAWN = 12  # faults that are served, of those that were drawn
+DRAWN = 6  # faults that are served, of those that were drawn
 _SCALED = ("scale of a linear", "scales of a layer", "a norm scaled", "the final norm scaled")
 
 

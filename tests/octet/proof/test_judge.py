@@ -13,6 +13,7 @@ from octet.proof.judge import judge
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from octet.recipe import PRESETS
+from tests.octet.proof import worlds
 from tests.octet.proof.worlds import (
     BARE,
     E4M3,
@@ -185,6 +186,28 @@ def test_an_unquantized_pool_is_held_to_the_unquantized_path() -> None:
         other = judge(world.golden, scenarios, declared, world.server(HONEST, seed))
         assert other.outcome == "worse" and other.cause is not None
         assert other.cause.name == "quantized"
+
+
+def test_an_unquantized_server_in_bfloat16_may_be_nearest_to_the_reference_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One repeat of bfloat16 is farther from the mean of two others than from what is exact."""
+    path = ServingPath(weights=False, activations=False, kv_cache="float16")
+    plain, exact = (
+        Scenario(path=path),
+        Scenario(path=path.model_copy(update={"compute": "float32"})),
+    )
+    known = {plain: (0.0, 0.02), exact: (0.0, 1e-6)}
+    monkeypatch.setattr(worlds, "SIZES", {**SIZES, **known})
+    for seed in range(5):
+        world = make_world(seed)
+        errors = {**world.errors, **{h: 0 * world.errors[HONEST] for h in known}}
+        world = replace(world, errors=errors)
+        scenarios = world.scenarios(seed, known=(*SIZES, *known))
+        declared = declared_paths(scenarios, RECIPE, "float16", weights="original")
+        found = judge(world.golden, scenarios, declared, world.server(plain, seed))
+        assert found.path == exact.path
+        assert found.outcome == "as_expected", found.reason
 
 
 def test_more_looks_ask_for_more_evidence() -> None:

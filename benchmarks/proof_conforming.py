@@ -78,7 +78,6 @@ SETTINGS = (
     Setting("another name, another seed", ("--served-model-name", "other", "--seed", "7")),
     Setting("the engine in a process of its own", (), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     Setting("--no-async-scheduling", ("--no-async-scheduling",)),
-    Setting("two ranks", ("--tensor-parallel-size", "2"), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
     Setting("--model-impl transformers", ("--model-impl", "transformers")),
     Setting("--max-logprobs 50", ("--max-logprobs", "50")),
     Setting("--scheduling-policy priority", ("--scheduling-policy", "priority")),

@@ -75,11 +75,11 @@ from octet.proof.power import power
 from octet.proof.reference import load_proofs
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
-from octet.recipe import PRESETS
+from octet.recipe import PRESETS, KvCacheDtype
 from serve.proof.plan import order, parts_of, simulated
 
 RECIPE = PRESETS["fp8"]
-CACHE = "e5m2"
+CACHE: KvCacheDtype = "e5m2"
 LENGTH = 512  # tokens of a held-out sample, at most
 TOP = 20
 BINS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, math.inf)  # % of perplexity

@@ -128,7 +128,8 @@ def prompts_for(power: Sequence[Power], change: float) -> int | None:
     if last.middle >= first.middle or last.prompts <= first.prompts:
         return None
     exponent = math.log(first.middle / last.middle) / math.log(last.prompts / first.prompts)
-    return math.ceil(first.prompts * (first.middle / change) ** (1 / exponent) - 1e-9)
+    more = math.pow(first.middle / change, 1 / exponent)
+    return math.ceil(first.prompts * more - 1e-9)
 
 
 class ExpectedSet(BaseModel):

@@ -6,6 +6,9 @@ texts against the right server. `numbers` is the verdict on the answers to the g
 `findings` are also of the served directory, which nobody can read on another machine.
 
     python benchmarks/proof_faults.py DIRECTORY [--only WORD ...] [--output FILE]
+
+With `--drawn FILE`, the results of `proof_study_random.py` for the example, the faults are some of
+those that were drawn there; rows have what the simulated server showed beside it.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +55,31 @@ class Fault:
     golden: Callable[[Path], Path] = lambda path: path
     generation_config: str = "auto"
     max_model_len: int = 1024
+    drawn: dict[str, Any] | None = None  # a row of `proof_study_random.py`
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--drawn", type=Path, help="results of proof_study_random.py")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.directory.mkdir(parents=True, exist_ok=True)
     right = export(MODEL, options.directory, "right", predict=True)
     rows: list[dict[str, Any]] = []
     usual = None
-    for fault in (Fault("none"), *faults(right, options.directory)):
+    chosen = drawn(options.drawn) if options.drawn else faults(right, options.directory)
+    for fault in (Fault("none"), *chosen):
         if usual is not None and options.only and not any(x in fault.name for x in options.only):
             continue
         row, loss = judged(fault, right, options.directory)
         usual = loss if usual is None else usual
         if loss is not None and usual is not None:
             row["perplexity %"] = 100 * math.expm1(loss - usual)
+        if fault.drawn is not None:
+            names = ("perplexity %", "own text %", "admission", "all prompts", "cause")
+            row |= {f"simulated: {name}": fault.drawn[name] for name in names}
         rows.append(row)
         print(row, flush=True)
         card = conditions(
@@ -188,6 +198,47 @@ def faults(right: Path, directory: Path) -> Iterator[Fault]:
     yield Fault("--generation-config vllm", generation_config="vllm")
 
 
+DRAWN = 6  # faults that are served, of those that were drawn
+_SCALED = ("scale of a linear", "scales of a layer", "a norm scaled", "the final norm scaled")
+
+
+def drawn(path: Path) -> Iterator[Fault]:
+    """Yields drawn faults of a size near what passes, which a file can hold exactly."""
+    rows = [
+        row
+        for row in json.loads(path.read_text())["faulty"]
+        if row["kind"] in (*_SCALED, "RoPE theta") and 0.05 < row["own text %"] < 20
+    ]
+    rows.sort(key=lambda row: row["own text %"])
+    for n in sorted({round(n * (len(rows) - 1) / (DRAWN - 1)) for n in range(DRAWN)}):
+        row = rows[n]
+        name = f"{row['kind']}: {row['where']}, {row['size']:.4g}"
+        yield Fault(name, partial(plant_drawn, row), drawn=row)
+
+
+def plant_drawn(row: dict[str, Any], path: Path) -> None:
+    """Plants the fault of a row of `proof_study_random.py`."""
+    if row["kind"] == "RoPE theta":
+        return scale_theta(row["size"], path)
+    layer, _, norm = row["where"].removeprefix("layer ").partition(", ")
+    prefix, suffix = {
+        "scale of a linear": (f"{row['where']}.", "weight_scale"),
+        "scales of a layer": (f"model.layers.{layer}.", "weight_scale"),
+        "a norm scaled": (f"model.layers.{layer}.", norm),
+        "the final norm scaled": ("model.norm.weight", ""),
+    }[row["kind"]]
+
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if not (name.startswith(prefix) and name.endswith(suffix)):
+            return tensor
+        scaled = tensor.float32() * np.float32(row["size"])
+        return (
+            Tensor("BF16", float32_to_bf16(scaled)) if tensor.dtype == "BF16" else Tensor.of(scaled)
+        )
+
+    rewrite(path, change)
+
+
 def rewrite(path: Path, change: Change) -> None:
     file = TensorFile.open(path / WEIGHTS)
     tensors = {name: change(name, file.read(name)) for name in file.names}
@@ -273,9 +324,13 @@ def rounded_ends(name: str, tensor: Tensor) -> Tensor:
 
 
 def larger_theta(path: Path) -> None:
+    scale_theta(2, path)
+
+
+def scale_theta(factor: float, path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     parameters = config.get("rope_parameters") or config
-    parameters["rope_theta"] = 2 * parameters["rope_theta"]
+    parameters["rope_theta"] = factor * parameters["rope_theta"]
     (path / "config.json").write_text(json.dumps(config))
 
 

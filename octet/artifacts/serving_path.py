@@ -6,6 +6,7 @@ computes in bfloat16, another in float32. So each prediction belongs to a `Servi
 served model is compared with the prediction for the path that its engine executes.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
@@ -23,6 +24,7 @@ __all__ = [
     "ServingPath",
     "bound_of",
     "power_text",
+    "prompts_for",
 ]
 
 EXPECTED_FILE = "expected.json"
@@ -110,6 +112,24 @@ def power_text(power: Sequence[Power]) -> str:
     limits[0] += " prompts"
     least = f"less than about {' and '.join(limits)}"
     return f"faults that were not simulated pass if they change perplexity by {least}"
+
+
+def prompts_for(power: Sequence[Power], change: float) -> int | None:
+    """Returns the number of prompts after which faults of this relative change show.
+
+    The change that passes falls with a power of the number of prompts, which is fitted to the first
+    and the last of `power`. None if it is not known or does not fall.
+    """
+    if not power:
+        return None
+    first, last = power[0], power[-1]
+    if change >= first.middle:
+        return first.prompts
+    if last.middle >= first.middle or last.prompts <= first.prompts:
+        return None
+    exponent = math.log(first.middle / last.middle) / math.log(last.prompts / first.prompts)
+    more = math.pow(first.middle / change, 1 / exponent)
+    return math.ceil(first.prompts * more - 1e-9)
 
 
 class ExpectedSet(BaseModel):

@@ -268,22 +268,19 @@ class _Judgement:
     def _expected(self) -> Range:
         """Returns the range of the best conforming path, from the scatter of all paths.
 
-        Of its two compute dtypes, takes the one that is nearer to the measured divergence: real
-        kernels lie between them. An unquantized model in float32 is the reference itself. See
-        `octet.proof.expected_range`.
+        Kernels lie between a path's compute dtypes, so that the range reaches over those of all. An
+        unquantized model in float32 is the reference itself. See `octet.proof.expected_range`.
         """
         found = {
             h.path: self._comparison.answers.divergences(self._scenarios.logprobs[h])
             for h, candidate in self._comparison.candidates.items()
             if h.fault is None and candidate.repeats > 1
         }
-        best, measured = self._best.path, self._measured.kl_mean
-        item = min(
-            (
-                item
-                for item in expectations(found)
-                if item.path.model_copy(update={"compute": best.compute}) == best
-            ),
-            key=lambda item: abs(item.mean - measured),
-        )
-        return Range(item.mean, item.low, item.high)
+        best = self._best.path
+        twins = {
+            item.path: item
+            for item in expectations(found)
+            if item.path.model_copy(update={"compute": best.compute}) == best
+        }
+        low, high = min(t.low for t in twins.values()), max(t.high for t in twins.values())
+        return Range(twins[best].mean, low, high)

@@ -90,6 +90,7 @@ async def examine(
         if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)
         enough = number == len(parts) or not suspected
+        enough &= len(responses) >= exam.least
         if verdict.outcome == "as_expected" and enough and not missing:
             view = await exam.client_view(backend, timeout_s=timeout_s)
             if view.tokenizer is not None:
@@ -97,6 +98,8 @@ async def examine(
             return Examined(proven_by(verdict), reason, verdict.outcome, verdict, known, view=view)
     reason = "; ".join(notes) if missing or not responses else ""
     reason = reason or (verdict.reason if verdict else "it has answered nothing")
+    if verdict is not None and verdict.outcome == "as_expected" and not missing:
+        reason += f"; proof.power needs {exam.least} answers, and it gave {len(responses)}"
     return Examined("unproven", reason, "inconclusive", verdict, soon=bool(missing))
 
 

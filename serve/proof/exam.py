@@ -31,6 +31,10 @@ class Exam(Protocol):
     def identity(self) -> str:
         """Identity of the artifact."""
 
+    @property
+    def least(self) -> int:
+        """Number of answers without which an admission proves nothing."""
+
     def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         """Returns the records of an admission, in the parts in which they are sent."""
 

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from octet.artifacts.serving_path import bound_of, power_text
+from octet.artifacts.serving_path import Power, bound_of, power_text, prompts_for
+from octet.errors import ArtifactError
 from octet.hardware.devices import find_device
 from octet.proof.declared import Declared, declared_paths
 from octet.proof.judge import judge
@@ -32,13 +33,22 @@ _JUDGES = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
 class GoldenExam:
     """Judges backends by the golden records of an export or a calibration. An `Exam`."""
 
-    def __init__(self, proofs: Proofs, declared: Declared, bound: float, directory: Path) -> None:
+    def __init__(
+        self,
+        proofs: Proofs,
+        declared: Declared,
+        bound: float,
+        directory: Path,
+        power: float | None = None,
+    ) -> None:
         """`directory` is the artifact's. `bound`, in nats, applies if `declared` has no simulation.
 
-        Then only the mean is judged.
+        Then only the mean is judged. Raises ArtifactError if the prompts do not suffice for
+        `power`, a relative change of perplexity.
         """
         self.proofs = proofs
         self.declared = declared
+        self._directory = directory
         self.identity = proofs.identity
         self.label = f"{len(proofs.golden.records)} golden records: {declared.label}"
         if not declared.paths:
@@ -48,18 +58,36 @@ class GoldenExam:
             )
         elif self.power:
             self.label += f"; {self.power}"
-        self.key = (proofs.identity, declared, bound)
+        self.least = 0 if power is None else self._needed(power)
+        self.key = (proofs.identity, declared, bound, power)
         self._bound = bound
-        self._directory = directory
         self._tokenizer = _tokenizer(directory)
         self._defaults: Defaults | None = None  # read when needed
 
     @property
     def power(self) -> str:
         """Says how small a fault passes; empty if it is not known of the declared configuration."""
+        return power_text(self._power) if self._power else ""
+
+    @property
+    def _power(self) -> tuple[Power, ...]:
         proofs = self.proofs
         own = (proofs.kv_cache, "quantized") == (self.declared.kv_cache, self.declared.weights)
-        return power_text(proofs.power) if own and proofs.power else ""
+        return proofs.power if own else ()
+
+    def _needed(self, power: float) -> int:
+        """Returns the number of answers that `power` needs."""
+        needed, there = prompts_for(self._power, power), len(self.proofs.golden.records)
+        if needed is not None and needed <= there:
+            return needed
+        if needed is None:
+            why = "the artifact does not state its power for this configuration"
+        else:
+            why = f"about {needed:,} prompts are needed, and it has {there}; {self.power}"
+        raise ArtifactError(
+            f"{self._directory}: proof.power of {100 * power:.2g} % cannot be reached: {why}; raise"
+            " it, or leave it out"
+        )
 
     @classmethod
     def load(cls, directory: Path, config: Proof, *, embedded: bool = False) -> Self:
@@ -83,7 +111,7 @@ class GoldenExam:
         if config.activations is not None:
             declared = declared.rounding(config.activations)
         bound, _ = bound_of(proofs.recipe, quantized=weights == "quantized")
-        return cls(proofs, declared, bound, directory)
+        return cls(proofs, declared, bound, directory, config.power)
 
     def parts(self, seed: int, context: int | None) -> list[tuple[int, ...]]:
         first = simulated(self.proofs.scenarios)

@@ -64,7 +64,9 @@ class VllmServer(Server):
         return command
 
     def environment(self) -> dict[str, str]:
+        slow = "amx_int8" in cpu_flags()  # FP8 products, see no_mkldnn/sitecustomize.py
         return {
+            **({"PYTHONPATH": str(Path(__file__).with_name("no_mkldnn"))} if slow else {}),
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self.threads),

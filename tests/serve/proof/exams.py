@@ -46,6 +46,7 @@ class FakeExam:
     found: dict[str, list[str]] = field(default_factory=dict)
     views: dict[str, ClientView] = field(default_factory=dict)
     alternatives: int = 20
+    least: int = 0
     seconds: float = 0.5
     asked: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     at_once: list[int] = field(default_factory=list)

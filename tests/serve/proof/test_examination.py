@@ -59,6 +59,22 @@ async def test_one_that_answers_when_it_is_asked_again_is_as_good(scene: Scene) 
     assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 22]
 
 
+@played(lambda: FakeExam(least=40))
+async def test_it_is_asked_until_it_has_given_the_answers_that_the_power_needs(
+    scene: Scene,
+) -> None:
+    assert scene.member.standing == "in"
+    assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 20]
+
+
+@played(lambda: Failing(failing=dict.fromkeys(range(0, 64, 2), 99), kind="context", least=40))
+async def test_one_whose_context_leaves_too_few_answers_for_the_power_stays_out(
+    scene: Scene,
+) -> None:
+    assert scene.member.standing == "unproven" and not scene.serves()
+    assert "proof.power needs 40 answers, and it gave 32" in scene.proof.reason
+
+
 @played(lambda: Failing(failing={3: 9, 7: 9}, kind="context"))
 async def test_prompts_longer_than_its_context_are_left_out(scene: Scene) -> None:
     assert scene.member.standing == "in" and scene.asked == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from octet.errors import ArtifactError
 from serve.config.proof import Proof
 from serve.proof import golden_exam
 from serve.proof.golden_exam import GoldenExam
@@ -38,3 +39,22 @@ async def test_one_backend_is_judged_after_the_other_and_requests_go_on(
     found = await asyncio.gather(*judging)
     assert [v.outcome for v in found] == ["as_expected"] * 3
     assert most == 1 and on_loop == 0
+
+
+@pytest.mark.parametrize(("power", "least"), [(None, 0), (0.02, 24), (0.016, 38), (0.0123, 64)])
+def test_an_admission_needs_as_many_answers_as_its_power(
+    proofs: Path, power: float | None, least: int
+) -> None:
+    assert GoldenExam.load(proofs, Proof(power=power)).least == least
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (Proof(power=0.005), r"power of 0\.5 % .* about 394 prompts are needed, and it has 64"),
+        (Proof(power=0.02, weights="original"), "does not state its power"),
+    ],
+)
+def test_a_power_that_cannot_be_reached_is_refused(proofs: Path, settings: Proof, why: str) -> None:
+    with pytest.raises(ArtifactError, match=why):
+        GoldenExam.load(proofs, settings)

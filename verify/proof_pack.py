@@ -15,6 +15,7 @@ from rich.console import Console
 
 from octet.artifacts.manifest import Manifest, check_destination, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
+from octet.artifacts.signature import private_key, sign
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint, sha256_file
 from octet.model.not_a_checkpoint import explain_missing
@@ -53,6 +54,7 @@ class PackOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     text_field: str = "text"
     messages_field: str = "messages"
+    sign: Path | None = None  # the private key
     force: bool = False
 
 
@@ -72,6 +74,8 @@ class Pair:
 
 def open_pair(options: PackOptions) -> Pair:
     """Opens both checkpoints; raises an OctetError for what cannot work. Reads no tensor."""
+    if options.sign is not None:
+        private_key(options.sign)
     original, quantized = options.original, options.quantized
     check_destination(
         options.out, force=options.force, inputs=[original, quantized, options.samples]
@@ -182,7 +186,10 @@ def _write(
         prediction.scenarios.save(writer.path)
         for file in pair.original.side_files:  # what clients get by default is compared with them
             shutil.copyfile(file, writer.path / file.name)
-        return writer.finish(manifest)
+        manifest = writer.finish(manifest)
+        if options.sign is not None:
+            sign(writer.path, private_key(options.sign))
+        return manifest
 
 
 def _format(written: Written) -> str:

@@ -34,7 +34,7 @@ def verify_url(query: Query, *, as_json: bool = False, console: Console | None =
     """
     from verify.server.report import show
 
-    checked = None if query.checkpoint is None else _checkpoint(query.checkpoint, query.golden)
+    checked = None if query.checkpoint is None else _checkpoint(query.checkpoint, query)
     found = asyncio.run(_check(query, console))
     if checked is not None:
         found.findings += [line for line in checked.findings if line not in found.findings]
@@ -54,7 +54,11 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
     from verify.server.report import ServerReport
 
     settings = Proof(
-        golden=query.golden, weights=query.weights, kv_cache=query.kv_cache, engine=query.engine
+        golden=query.golden,
+        key=query.key,
+        weights=query.weights,
+        kv_cache=query.kv_cache,
+        engine=query.engine,
     )
     exam = GoldenExam.load(query.golden, settings)
     backend = await reached(query)
@@ -175,7 +179,7 @@ class _Checked:
     report: dict[str, Any]  # as printed by `octet verify DIR --json`
 
 
-def _checkpoint(directory: Path, golden: Path) -> _Checked:
+def _checkpoint(directory: Path, query: Query) -> _Checked:
     """Checks a checkpoint as `octet verify DIR` does, and compares it with the golden artifact.
 
     Raises OctetError for a checkpoint that cannot be checked at all.
@@ -183,7 +187,8 @@ def _checkpoint(directory: Path, golden: Path) -> _Checked:
     from serve.proof.served_files import differences
     from verify.artifact import verify
 
-    proofs = load_proofs(golden)
+    golden = query.golden
+    proofs = load_proofs(golden, query.key)
     beside = differences(directory, golden, proofs, trusted=True)
     made_from = proofs.manifest.kind == "calibration" and not any("another" in x for x in beside)
     checked = verify(directory, calibration=golden if made_from else None)

@@ -15,8 +15,15 @@ import typer
 from octet.errors import BackendError, ConfigError
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
-from octet_cli.evaluate import TOP_K, note, require_room, standard_output
-from octet_cli.options import Json, TextField, console_for
+from octet_cli.evaluate import (
+    TOP_K,
+    note,
+    prove,
+    require_golden,
+    require_room,
+    standard_output,
+)
+from octet_cli.options import Golden, Json, Key, TextField, console_for
 
 if TYPE_CHECKING:
     from verify.bench.load import Load
@@ -40,7 +47,9 @@ def bench(
     ],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Directory with the model's tokenizer (default: that of --reference)."),
+        typer.Option(
+            help="Directory with the model's tokenizer (default: --reference or --golden)."
+        ),
     ] = None,
     loads: Annotated[
         list[str] | None,
@@ -77,6 +86,8 @@ def bench(
     count: Annotated[
         int | None, typer.Option("--count", "-n", min=1, help="Samples used, from the first.")
     ] = None,
+    golden: Golden = None,
+    key: Key = None,
     text_field: TextField = "text",
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each sample.")] = 512,
     top_k: Annotated[
@@ -99,10 +110,11 @@ def bench(
     All servers run at once: checkpoints share the GPU's memory equally.
     """
     _require_targets(targets)
-    tokenizer = _require_tokenizer(tokenizer, reference)
+    tokenizer = _require_tokenizer(tokenizer, reference, golden)
     if samples is not None and not samples.exists():
         raise ConfigError(f"{samples}: no such file or directory")
     require_room(out, html)
+    require_golden(golden, key)
 
     from verify.bench.load import Generator, Load
 
@@ -122,6 +134,8 @@ def bench(
     generator = Generator(vllm, tokenizer, key)
     with _kept(out), _opened(targets, vllm, vllm_options, out, api_key_env) as servers:
         _require_context(servers, matrix)
+        console = console_for(as_json)
+        proofs = prove(servers, golden, key, api_key_env, console)
         places = [
             Place(one.name, one.url, one.model, one.identity.get("owned_by") == "vllm")
             for one in servers
@@ -133,7 +147,7 @@ def bench(
             comparison = _quality(
                 servers, reference, samples, count, text_field, max_length, top_k, answers, as_json
             )
-        with progress_bars(console_for(as_json), "runs", transient=True) as bars:
+        with progress_bars(console, "runs", transient=True) as bars:
             runs = measure(
                 plan,
                 generator,
@@ -141,7 +155,7 @@ def bench(
                 advance=lambda done, total: bars.update("bench", done, total),
             )
         capacities = [kv_capacity(one.url, key) for one in servers]
-    result = summarise(plan, runs, capacities, comparison)
+    result = summarise(plan, runs, capacities, comparison, [*proofs.values()])
     if html is not None:
         from verify.bench.html import write_page
 
@@ -205,11 +219,11 @@ def _discard(logs: Path, *, failed: bool) -> None:
         shutil.rmtree(logs)
 
 
-def _require_tokenizer(tokenizer: Path | None, reference: Path | None) -> Path:
-    for path in filter(None, (tokenizer, reference)):
+def _require_tokenizer(tokenizer: Path | None, reference: Path | None, golden: Path | None) -> Path:
+    for path in filter(None, (tokenizer, reference, golden)):
         if not path.is_dir():
             raise ConfigError(f"{path}: no such directory")
-    chosen = tokenizer or reference
+    chosen = tokenizer or reference or golden
     if chosen is None:
         raise ConfigError(
             "prompts need the model's tokenizer: give --tokenizer DIR, or --reference DIR"

@@ -15,7 +15,9 @@ from octet.recipe import PRESETS
 __all__ = [
     "RECIPES",
     "Force",
+    "Golden",
     "Json",
+    "Key",
     "MaxKl",
     "MaxPplChange",
     "Model",
@@ -52,6 +54,17 @@ MaxPplChange = Annotated[
         metavar="PERCENT",
         help="Fail where perplexity rises by more than this, with 95 % confidence (such as 1%).",
     ),
+]
+Golden = Annotated[
+    Path | None,
+    typer.Option(
+        "--golden",
+        help="An export, calibration or proof pack: each server must match it to be measured.",
+    ),
+]
+Key = Annotated[
+    Path | None,
+    typer.Option("--key", metavar="PUBLIC_KEY", help="Ed25519 key that must have signed --golden."),
 ]
 TextField = Annotated[str, typer.Option(help="Field of each sample that holds its text.")]
 

@@ -54,7 +54,10 @@ class Quality:
 
 @dataclass(frozen=True)
 class Bench:
-    """All results. `cells` is by load, then by target; `comparison` is None without samples."""
+    """All results. `cells` is by load, then by target; `comparison` is None without samples.
+
+    `proofs` says of each target what proves it; () if nothing was to.
+    """
 
     targets: tuple[str, ...]
     loads: tuple[str, ...]
@@ -64,6 +67,7 @@ class Bench:
     kv_capacity_tokens: tuple[int | None, ...]
     comparison: Comparison | None
     warnings: tuple[str, ...]
+    proofs: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain data; what was not measured is null."""
@@ -88,6 +92,7 @@ def summarise(
     runs: Sequence[Run],
     capacities: Sequence[int | None],
     comparison: Comparison | None = None,
+    proofs: Sequence[str] = (),
 ) -> Bench:
     """Builds the results of all `runs` of `plan`."""
     found = {(run.round, run.load, run.target): run for run in runs}
@@ -104,6 +109,7 @@ def summarise(
         kv_capacity_tokens=tuple(capacities),
         comparison=comparison,
         warnings=(*_lengths(plan, runs), *(() if comparison is None else comparison.warnings)),
+        proofs=tuple(proofs),
     )
 
 

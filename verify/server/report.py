@@ -40,6 +40,7 @@ class ServerReport:
     tokens: int = 0
     seconds: float = 0.0
     findings: list[str] = field(default_factory=list)  # faults outside the log-probabilities
+    defaults: list[str] = field(default_factory=list)  # of these, what clients get by default
     checkpoint: dict[str, Any] | None = None  # `octet verify` of the checkpoint that it serves
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -59,6 +60,7 @@ class ServerReport:
     def add_view(self, view: ClientView) -> None:
         """Adds what clients get by default."""
         self.findings += [*filter(None, (view.tokenizer,)), *view.differences]
+        self.defaults += view.differences
         self.unchecked += view.unchecked
         self.tokens += view.tokens
 

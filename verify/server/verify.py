@@ -3,13 +3,13 @@
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from octet.errors import BackendUnavailable
+from octet.errors import BackendUnavailable, GateError
 from octet.proof.divergence import measure
 from octet.proof.reference import load_proofs
 from octet.proof.responses import Response
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from serve.proof.golden_exam import GoldenExam
     from verify.server.report import ServerReport
 
-__all__ = ["verify_url"]
+__all__ = ["require_proven", "verify_url"]
 
 _NO_LOGPROBS = (
     "its answers: it returns no log-probabilities (vLLM: start it with --max-logprobs 20)"
@@ -45,6 +45,33 @@ def verify_url(query: Query, *, as_json: bool = False, console: Console | None =
     else:
         show(found, Console(soft_wrap=not sys.stdout.isatty()), show_all=query.every_prompt)
     return found.exit_code
+
+
+def require_proven(query: Query, *, console: Console | None = None) -> str:
+    """Returns in a sentence what proves the server of `query`, before something measures it.
+
+    It may serve the original weights in place of the quantized ones. What clients get by default is
+    not compared, and a server whose log-probabilities cannot be checked is none that is wrong.
+    Raises GateError, with the cause, for a server that is.
+    """
+    found = asyncio.run(_check(query, console))
+    declared = ""
+    if found.verdict is not None and found.verdict.outcome == "better":
+        original = asyncio.run(_check(replace(query, weights="original"), console))
+        if original.verdict is not None and original.verdict.outcome == "as_expected":
+            found, declared = original, "it serves the original weights, unquantized: "
+    reasons = [line for line in found.findings if line not in found.defaults]
+    outcome = "inconclusive" if found.verdict is None else found.verdict.outcome
+    if found.verdict is not None:
+        reasons.append(found.verdict.reason)
+    if outcome in ("better", "worse") or len(reasons) > (found.verdict is not None):
+        raise GateError(
+            f"{query.url}: not what {query.golden} proves: {'; '.join(reasons)}. Nothing was"
+            " measured; without --golden it is measured all the same"
+        )
+    if found.verdict is None or found.missing or outcome == "inconclusive":
+        return f"not proven: {'; '.join([*reasons, *found.unchecked]) or 'no verdict'}"
+    return f"proven: {declared}{found.verdict.reason}"
 
 
 async def _check(query: Query, console: Console | None) -> "ServerReport":

@@ -1,0 +1,82 @@
+"""What has to be proven before `evaluate` and `bench` measure a server."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octet.errors import GateError
+from octet_cli.main import main
+from tests import patient_loop
+from tests.fake_servers import FakeOpenAI
+from tests.serve.proof.fake_proofs import HONEST, UNQUANTIZED, WORSE, served
+from tests.serve.proof.test_engine_report import vllm
+from tests.serve.proof.test_probe import Limited
+from tests.verify.bench.fake_vllm import install
+from tests.verify.server.verifying import serving
+from verify.server.connect import Query
+from verify.server.verify import require_proven
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "run", patient_loop.run)
+
+
+def told(server: FakeOpenAI, golden: Path) -> str:
+    with serving(server) as running:
+        return require_proven(Query(url=running.url, golden=golden))
+
+
+def test_a_right_server_is_measured_and_a_wrong_one_is_not(proofs: Path) -> None:
+    assert told(served(HONEST, server=vllm()), proofs).startswith("proven: as expected")
+    with pytest.raises(GateError, match="not what .* weights without their k_scale"):
+        told(served(WORSE), proofs)
+    with pytest.raises(GateError, match="E4M3 cache"):
+        told(served(HONEST, server=vllm("fp8_e4m3")), proofs)
+
+
+def test_the_original_is_measured_beside_it(proofs: Path) -> None:
+    assert told(served(UNQUANTIZED), proofs).startswith(
+        "proven: it serves the original weights, unquantized: as expected"
+    )
+
+
+def test_a_server_without_log_probabilities_is_measured_and_called_unproven(proofs: Path) -> None:
+    server = Limited()
+    server.most = 0
+    assert told(served(HONEST, server=server), proofs).startswith("not proven: its answers: it")
+
+
+def test_bench_shows_what_proves_each_target_and_starts_with_none_that_is_wrong(
+    proofs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_CALLS", str(tmp_path / "calls"))
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    options = ("--vllm", install(tmp_path), "--tokenizer", tmp_path / "tokenizer")
+    options += ("--load", "1x8x4", "--rounds", "1", "--requests", "1", "--golden", proofs)
+
+    def bench(*arguments: object) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", *map(str, (*arguments, *options))])
+        printed = capsys.readouterr()
+        return ended.value.code, printed.out, printed.err
+
+    with serving(served(UNQUANTIZED)) as one, serving(served(HONEST)) as other:
+        code, out, err = bench(one.url, other.url, "--json")
+        assert code == 0, err
+        original, quantized = json.loads(out)["proofs"]
+        assert "original weights" in original and quantized.startswith("proven: as expected")
+        code, out, err = bench(one.url, other.url)
+        assert code == 0 and "  proven: it serves the original weights" in out
+    calls = (tmp_path / "calls").read_text()
+    with serving(served(UNQUANTIZED)) as one, serving(served(WORSE)) as other:
+        code, out, err = bench(one.url, other.url)
+    assert code == 1 and "not what" in err and "Nothing was measured" in err
+    assert (tmp_path / "calls").read_text() == calls

@@ -192,16 +192,15 @@ def _fold(job: Job, changed: ChangedModel, observed: Observed) -> tuple[ChangedM
     checkpoint, observations = changed.checkpoint, observed.observations
     find = partial(find_folds, checkpoint, observed.histograms, observations, changed.scales)
     folding = job.group.on_first(find)
-    warnings = (*changed.warnings, *folding.refused)
+    changed = replace(changed, unfolded=folding.refused)
     if not folding.folds:
-        return replace(changed, warnings=warnings), observed
+        return changed, observed
     for line in describe_folds(checkpoint.spec, folding.folds):
         _say(job.console, line)
     changed = replace(
         changed,
         checkpoint=checkpoint.with_folds(folding.folds),
         details=changed.details | {"folded": folding.folds},
-        warnings=warnings,
     )
     counts = shifted(folding.folds, observed.histograms, observations)
     return changed, replace(observed, histograms=counts)

@@ -47,6 +47,7 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
         sensitivity=solution.sensitivity,
         budget=solution.budget,
         experts=solution.experts,
+        unfolded=changed.unfolded,
         warnings=[
             *(gate.warnings if gate else ()),
             *changed.warnings,

@@ -113,7 +113,7 @@ class Probed:
         elif self.responses and self.alternatives < ALTERNATIVES:
             found.append(
                 f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"
-                " the verdict is as certain, but more faults pass than with 20"
+                " the verdict is as certain, but changes of less likely tokens alone are not seen"
             )
         sent = len(self.responses) + len(self.failures)
         for kind, outcome in _OUTCOMES.items():

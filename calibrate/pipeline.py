@@ -14,7 +14,7 @@ from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
-from calibrate.golden import described, golden_set, joined, share
+from calibrate.golden import described, examined, golden_set, joined, share
 from calibrate.job import Job
 from calibrate.journal.distributed import gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
@@ -32,7 +32,7 @@ from calibrate.scales.derive import check_finite
 from calibrate.scales.folding import find_folds, shifted
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
-from calibrate.write_report import PAGE, examined, keep_evidence, report_files, report_on
+from calibrate.write_report import PAGE, keep_evidence, report_files, report_on
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software

@@ -108,7 +108,7 @@ def _verify_kind(
             " with --calibration (a manifest holds hashes and no paths)"
         )
     found.original = original
-    if manifest.kind in ("checkpoint", "onnx"):
+    if manifest.kind in ("checkpoint", "onnx", "engine"):
         check_side_files(path, manifest, original, found)
     match manifest.kind:
         case "checkpoint":

@@ -6,7 +6,7 @@ both. It joins two stages: the reader of `verify` decodes the checkpoint, `calib
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from octet.artifacts.manifest import Manifest, check_destination, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
+from octet.artifacts.serving_path import power_text
 from octet.artifacts.signature import private_key, sign
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint, sha256_file
@@ -108,7 +109,7 @@ def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = No
     import torch
 
     from calibrate.decoder.weights import LayerWeights
-    from calibrate.golden import described, golden_set
+    from calibrate.golden import described, examined, golden_set
     from calibrate.samples.inputs import read_prompts
     from calibrate.simulate.predict import expected_divergence
     from verify.next_tokens import written_weight
@@ -141,7 +142,9 @@ def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = No
         console=console,
     )
     assert prediction is not None  # the architecture is known
-    return _write(pair, options, stored, prompts, golden, prediction, warnings)
+    power = prediction.expected.power
+    found = {"examined": examined(golden), "power": power_text(power) if power else ""}
+    return _write(pair, options, stored, prompts, golden, prediction, found, warnings)
 
 
 def _write(
@@ -151,6 +154,7 @@ def _write(
     prompts: "Prompts",
     golden: "GoldenSet",
     prediction: "Prediction",
+    found: Mapping[str, str],
     warnings: Sequence[str],
 ) -> Manifest:
     cache, written = stored.recipe.kv_cache, pair.written
@@ -175,6 +179,7 @@ def _write(
             },
             "held_out": prompts.facts,
             "expected_divergence": expected,
+            **found,
             "predicted": True,
             "warnings": [*warnings, *prompts.warnings],
         },

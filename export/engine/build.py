@@ -40,6 +40,7 @@ from octet.recipe import KvCacheDtype
 __all__ = ["build_engine"]
 
 PROVEN = "proven: on the golden prompts its divergence is what the recipe costs"
+WEAKLY_PROVEN = "weakly proven: nothing was predicted; on the golden prompts it is within a bound"
 NOT_RUN = "nothing has executed it"
 REPRODUCIBLE = (
     "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
@@ -71,8 +72,8 @@ def build_engine(
     `targets` are compute capabilities such as "sm89". None means this machine's GPU or, without
     one, the targets that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence
     (default: 8192, or the model's). `prove` executes the engine in the directory that it is given,
-    and returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse
-    the engine after that.
+    and returns facts with a `status` ("proven", "weakly proven" by a bound alone, or "unproven" and
+    a `reason`). `judge` may refuse the engine after that.
 
     Raises UnsupportedError, before anything is parsed, for a builder, a target and a recipe that
     do not go together. Raises ExportError for a graph that TensorRT refuses or would not run as
@@ -184,6 +185,8 @@ def _proven(
     proof = prove(writer.path)
     if proof["status"] == "proven":
         status = {"status": PROVEN}
+    elif proof["status"] == "weakly proven":
+        status = {"status": WEAKLY_PROVEN}
     else:
         status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
     (writer.path / MANIFEST_FILE).unlink()

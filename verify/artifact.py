@@ -81,8 +81,8 @@ def verify(
     found = Verification(path, manifest.kind, manifest.kind)
     check_files(path, manifest, found)
     if (path / SIGNATURE_FILE).is_file():
-        by = "it was not checked by whom: give --key" if key is None else f"by {key}"
-        found.notes.append(f"signed: {by}")
+        by = "; by whom is not checked without --key" if key is None else f" by {key}"
+        found.notes.append(f"signed{by}")
     found.notes.extend(describe_folds(manifest.model.spec, manifest.folds))
     original = find_original(manifest, model, calibration)
     _verify_kind(path, manifest, original, found, console)

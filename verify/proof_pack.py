@@ -239,7 +239,7 @@ def _refusal(wrong: Sequence[Problem], pair: Pair) -> str:
     first = wrong[0]
     path, original = pair.written.path, pair.original.path
     why = ""
-    if any(problem.check in ("numbers", "copies") for problem in wrong):
+    if first.check in ("numbers", "copies"):
         why = f"; it is damaged, or {original} is not its original"
     if first.check == "scales" and ".experts." in first.where:
         why = (

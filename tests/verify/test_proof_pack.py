@@ -31,8 +31,10 @@ from tests.verify.packs import (
     changed,
     drop_scales,
     judged,
+    load_one_slot,
     scaled,
     served,
+    share_global_scales,
     swap_nibbles,
 )
 from verify.artifact import verify
@@ -122,24 +124,6 @@ def test_a_right_server_is_admitted(
     proofs = load_proofs(packs(recipe))
     verdict = judged(proofs, served(model, checkpoints[recipe], proofs))
     assert verdict.outcome == "as_expected", verdict.reason
-
-
-def share_global_scales(tensors: Tensors, choose: Callable[..., np.ndarray]) -> None:
-    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-        for first in [x for x in tensors if x.endswith(f".{group[0]}.weight_scale_2")]:
-            names = [first.replace(group[0], member) for member in group]
-            scale = choose([tensors[name].codes.reshape(-1)[0] for name in names])
-            for name in names:
-                tensors[name] = Tensor("F32", np.full_like(tensors[name].codes, scale))
-
-
-def load_one_slot(tensors: Tensors) -> None:
-    """Of fused linears, only the first keeps a scale of the whole tensor."""
-    for name in tensors:
-        module, _, leaf = name.rpartition(".")
-        alone = leaf in ("weight_scale", "weight_scale_2") and tensors[name].codes.size == 1
-        if alone and module.endswith(("k_proj", "v_proj", "up_proj")):
-            tensors[name] = Tensor("F32", np.ones_like(tensors[name].codes))
 
 
 @pytest.mark.parametrize(

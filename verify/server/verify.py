@@ -54,12 +54,16 @@ def require_proven(query: Query, *, console: Console | None = None) -> str:
     not compared, and a server whose log-probabilities cannot be checked is none that is wrong.
     Raises GateError, with the cause, for a server that is.
     """
+    from verify.server.report import RESTARTED
+
     found = asyncio.run(_check(query, console))
     declared = ""
     if found.verdict is not None and found.verdict.outcome == "better":
         original = asyncio.run(_check(replace(query, weights="original"), console))
         if original.verdict is not None and original.verdict.outcome == "as_expected":
             found, declared = original, "it serves the original weights, unquantized: "
+    if found.restarted:
+        return f"not proven: {RESTARTED}"
     reasons = [line for line in found.findings if line not in found.defaults]
     outcome = "inconclusive" if found.verdict is None else found.verdict.outcome
     if found.verdict is not None:
@@ -90,7 +94,7 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
     exam = GoldenExam.load(query.golden, settings)
     backend = await reached(query)
     try:
-        engine = await engine_report(backend)
+        before, engine = await backend.incarnation(), await engine_report(backend)
         model = backend.models[0]
         found = ServerReport(query.url, model, exam.declared.label, exam.identity, engine)
         if engine is not None:
@@ -100,6 +104,9 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
         await _ask(backend, exam, query, found, console)
         if not found.stopped:
             found.add_view(await exam.client_view(backend, timeout_s=query.timeout_s))
+            after = await backend.incarnation()
+            if before is not None and after is not None:  # a reload or a restart ends a proof
+                found.restarted = not after.follows(before)
     finally:
         await backend.close()
     return found

@@ -14,6 +14,7 @@ from octet.artifacts.signature import (
     sign,
 )
 from octet.errors import ArtifactError, ConfigError
+from tests.octet.artifacts.keys import write_keys
 
 pytest.importorskip("cryptography", reason="signatures need cryptography: pip install it")
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
@@ -23,23 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
-    PublicFormat,
 )
-
-FORMATS = {
-    "pem": (Encoding.PEM, PrivateFormat.PKCS8, PublicFormat.SubjectPublicKeyInfo),
-    "openssh": (Encoding.PEM, PrivateFormat.OpenSSH, PublicFormat.OpenSSH),
-}
-
-
-def write_keys(directory: Path, form: str) -> tuple[Path, Path]:
-    directory.mkdir(exist_ok=True)
-    key = Ed25519PrivateKey.generate()
-    encoding, private, public = FORMATS[form]
-    (directory / "key").write_bytes(key.private_bytes(encoding, private, NoEncryption()))
-    outside = Encoding.OpenSSH if form == "openssh" else Encoding.PEM
-    (directory / "key.pub").write_bytes(key.public_key().public_bytes(outside, public))
-    return directory / "key", directory / "key.pub"
 
 
 @pytest.fixture
@@ -49,7 +34,7 @@ def artifact(tmp_path: Path) -> Path:
     return tmp_path / "pack"
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", ["pem", "openssh"])
 def test_a_signature_holds_for_this_manifest_and_this_key(
     form: str, artifact: Path, tmp_path: Path
 ) -> None:

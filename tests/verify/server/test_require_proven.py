@@ -50,6 +50,27 @@ def test_a_server_without_log_probabilities_is_measured_and_called_unproven(proo
     assert told(served(HONEST, server=server), proofs).startswith("not proven: its answers: it")
 
 
+def test_evaluate_measures_no_server_that_is_wrong(
+    proofs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"text": "some words"}\n' * 8)
+
+    def refused(*arguments: object) -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", *map(str, arguments), "--samples", str(samples)])
+        return ended.value.code, capsys.readouterr().err
+
+    with serving(served(WORSE)) as server:
+        code, err = refused(server.url, "--golden", proofs)
+        assert code == 1 and "weights without their k_scale" in err and "Nothing was" in err
+        assert not any("prompt_logprobs" in body for body in server.requests)
+        code, err = refused(server.url, "--key", proofs)
+        assert code == 2 and "--key checks the signature of --golden" in err
+    code, err = refused(proofs, "--golden", proofs)
+    assert code == 2 and "--golden proves servers, and none is given" in err
+
+
 def test_bench_shows_what_proves_each_target_and_starts_with_none_that_is_wrong(
     proofs: Path,
     tmp_path: Path,

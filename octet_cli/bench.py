@@ -130,8 +130,8 @@ def bench(
     from verify.bench.rounds import Plan, measure
 
     secret = key_in(api_key_env)
-    key = None if secret is None else secret.get_secret_value()
-    generator = Generator(vllm, tokenizer, key)
+    api_key = None if secret is None else secret.get_secret_value()
+    generator = Generator(vllm, tokenizer, api_key)
     with _kept(out), _opened(targets, vllm, vllm_options, out, api_key_env) as servers:
         _require_context(servers, matrix)
         console = console_for(as_json)
@@ -154,7 +154,7 @@ def bench(
                 out=out,
                 advance=lambda done, total: bars.update("bench", done, total),
             )
-        capacities = [kv_capacity(one.url, key) for one in servers]
+        capacities = [kv_capacity(one.url, api_key) for one in servers]
     result = summarise(plan, runs, capacities, comparison, [*proofs.values()])
     if html is not None:
         from verify.bench.html import write_page

@@ -73,7 +73,7 @@ def public_key(path: Path) -> "Ed25519PublicKey":
         load = load_pem_public_key if b"BEGIN PUBLIC KEY" in content else load_ssh_public_key
         key = load(content)
     except Exception:  # ValueError, UnsupportedAlgorithm and errors of OpenSSL
-        key = None  # type: ignore[assignment]
+        key = None
     if not isinstance(key, Ed25519PublicKey):
         raise ConfigError(f"{path}: no Ed25519 public key in PEM or OpenSSH's format")
     return key

@@ -96,6 +96,8 @@ def test_bench_shows_what_proves_each_target_and_starts_with_none_that_is_wrong(
         assert "original weights" in original and quantized.startswith("proven: as expected")
         code, out, err = bench(one.url, other.url)
         assert code == 0 and "  proven: it serves the original weights" in out
+        code, out, err = bench(one.url, other.url, "--key", tmp_path / "nowhere")
+        assert code == 2 and "nowhere: No such file" in err
     calls = (tmp_path / "calls").read_text()
     with serving(served(UNQUANTIZED)) as one, serving(served(WORSE)) as other:
         code, out, err = bench(one.url, other.url)

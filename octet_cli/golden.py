@@ -42,7 +42,7 @@ def golden(
     ] = "auto",
     sign: Annotated[
         Path | None,
-        typer.Option(metavar="PRIVATE_KEY", help="Sign the pack with this Ed25519 key."),
+        typer.Option(help="Sign the pack with this private Ed25519 key."),
     ] = None,
     force: Force = False,
     as_json: Json = False,

@@ -64,7 +64,7 @@ Golden = Annotated[
 ]
 Key = Annotated[
     Path | None,
-    typer.Option("--key", metavar="PUBLIC_KEY", help="Ed25519 key that must have signed --golden."),
+    typer.Option("--key", help="Public Ed25519 key that must have signed --golden."),
 ]
 TextField = Annotated[str, typer.Option(help="Field of each sample that holds its text.")]
 

@@ -59,8 +59,7 @@ def verify(
         Path | None,
         typer.Option(
             "--key",
-            metavar="PUBLIC_KEY",
-            help="Require that this Ed25519 key signed it; for a URL, that it signed --golden.",
+            help="Public Ed25519 key that must have signed it; for a URL: that signed --golden.",
         ),
     ] = None,
     numbers_only: Annotated[

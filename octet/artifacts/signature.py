@@ -116,9 +116,10 @@ def require_signature(directory: Path, path: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    if find_spec("cryptography") is None:
-        raise ConfigError("signatures need cryptography: pip install 'octet-llm[sign]'")
     try:
-        return read_file(path, _MOST_BYTES)
+        content = read_file(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the file of a key") from None
+    if find_spec("cryptography") is None:
+        raise ConfigError("signatures need cryptography: pip install 'octet-llm[sign]'")
+    return content

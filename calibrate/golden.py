@@ -25,13 +25,15 @@ from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.weights import LayerWeights, free_memory
 from calibrate.journal.distributed import Group
 from calibrate.samples.golden_prompts import CONTINUATION
+from calibrate.simulate.schedule import fault_records
+from octet.artifacts.coverage import coverage
 from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, Scope, Top
 from octet.artifacts.manifest import software
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
 from octet.progress import Spread
 
-__all__ = ["described", "golden_set", "joined", "share"]
+__all__ = ["described", "examined", "golden_set", "joined", "share"]
 
 TOP = 20
 
@@ -118,6 +120,19 @@ def described(golden: GoldenSet, scope: Scope, lists: Collection[int]) -> Golden
         for number, record in enumerate(golden.records)
     )
     return golden.model_copy(update={"records": records, "scope": scope})
+
+
+def examined(golden: GoldenSet) -> str:
+    """Says what the golden prompts examine, and what those of a short admission do."""
+    whole = coverage(golden, range(len(golden.records)))
+    few = fault_records(golden)
+    first = coverage(golden, few)
+    if whole is None or first is None:
+        return ""
+    return (
+        f"The {len(golden.records)} golden prompts examine {whole.text}. The {len(few)} that an"
+        f" admission sends first examine {first.text}."
+    )
 
 
 def _rank_of(number: int, world: int) -> int:

@@ -14,7 +14,7 @@ from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
-from calibrate.golden import described, golden_set, joined, share
+from calibrate.golden import described, examined, golden_set, joined, share
 from calibrate.job import Job
 from calibrate.journal.distributed import gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
@@ -32,7 +32,7 @@ from calibrate.scales.derive import check_finite
 from calibrate.scales.folding import find_folds, shifted
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
-from calibrate.write_report import PAGE, examined, keep_evidence, report_files, report_on
+from calibrate.write_report import PAGE, keep_evidence, report_files, report_on
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
@@ -192,16 +192,15 @@ def _fold(job: Job, changed: ChangedModel, observed: Observed) -> tuple[ChangedM
     checkpoint, observations = changed.checkpoint, observed.observations
     find = partial(find_folds, checkpoint, observed.histograms, observations, changed.scales)
     folding = job.group.on_first(find)
-    warnings = (*changed.warnings, *folding.refused)
+    changed = replace(changed, unfolded=folding.refused)
     if not folding.folds:
-        return replace(changed, warnings=warnings), observed
+        return changed, observed
     for line in describe_folds(checkpoint.spec, folding.folds):
         _say(job.console, line)
     changed = replace(
         changed,
         checkpoint=checkpoint.with_folds(folding.folds),
         details=changed.details | {"folded": folding.folds},
-        warnings=warnings,
     )
     counts = shifted(folding.folds, observed.histograms, observations)
     return changed, replace(observed, histograms=counts)

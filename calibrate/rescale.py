@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
+from calibrate.golden import examined
 from calibrate.journal.identity import arithmetic_of
 from calibrate.observe.histogram import Histograms
 from calibrate.options import validate_rescale
@@ -34,7 +35,7 @@ from calibrate.scales.expert_fallback import (
     with_fallback,
 )
 from calibrate.simulate.predict import expected_divergence
-from calibrate.write_report import examined, keep_evidence, report_files
+from calibrate.write_report import keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.manifest import Manifest, software
 from octet.errors import ArtifactError, ConfigError

@@ -17,17 +17,15 @@ from calibrate.report.html import render_html
 from calibrate.scales.convergence import Convergence
 from calibrate.scales.expert_fallback import fallback_warnings
 from calibrate.simulate.predict import Prediction
-from calibrate.simulate.schedule import fault_records
 from calibrate.solve import Solution
 from octet.artifacts.calibration import Content
-from octet.artifacts.coverage import coverage
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.model.folding import describe_folds
 from octet.storage.tensors import Tensor, write_tensors
 
-__all__ = ["PAGE", "examined", "keep_evidence", "report_files", "report_on"]
+__all__ = ["PAGE", "keep_evidence", "report_files", "report_on"]
 
 PAGE = "report.html"
 
@@ -47,6 +45,7 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
         sensitivity=solution.sensitivity,
         budget=solution.budget,
         experts=solution.experts,
+        unfolded=changed.unfolded,
         warnings=[
             *(gate.warnings if gate else ()),
             *changed.warnings,
@@ -61,19 +60,6 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
             **({"folded": lines} if lines else {}),
             **(gate.facts if gate else {}),
         },
-    )
-
-
-def examined(golden: GoldenSet) -> str:
-    """Says what the golden prompts examine, and what those of a short admission do."""
-    whole = coverage(golden, range(len(golden.records)))
-    few = fault_records(golden)
-    first = coverage(golden, few)
-    if whole is None or first is None:
-        return ""
-    return (
-        f"The {len(golden.records)} golden prompts examine {whole.text}. The {len(few)} that an"
-        f" admission sends first examine {first.text}."
     )
 
 

@@ -80,7 +80,10 @@ class GpuError(OctetError):
 
 
 class GateError(OctetError):
-    """A model that fails its accuracy gate: no user mistake, and nothing was written."""
+    """A model that fails its accuracy gate, or a server its proof: no mistake of the user.
+
+    Nothing was written, or measured.
+    """
 
     exit_code = 1
 

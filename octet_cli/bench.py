@@ -15,8 +15,15 @@ import typer
 from octet.errors import BackendError, ConfigError
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
-from octet_cli.evaluate import TOP_K, note, require_room, standard_output
-from octet_cli.options import Json, TextField, console_for
+from octet_cli.evaluate import (
+    TOP_K,
+    note,
+    prove,
+    require_golden,
+    require_room,
+    standard_output,
+)
+from octet_cli.options import Golden, Json, Key, TextField, console_for
 
 if TYPE_CHECKING:
     from verify.bench.load import Load
@@ -40,7 +47,9 @@ def bench(
     ],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Directory with the model's tokenizer (default: that of --reference)."),
+        typer.Option(
+            help="Directory with the model's tokenizer (default: --reference or --golden)."
+        ),
     ] = None,
     loads: Annotated[
         list[str] | None,
@@ -77,6 +86,8 @@ def bench(
     count: Annotated[
         int | None, typer.Option("--count", "-n", min=1, help="Samples used, from the first.")
     ] = None,
+    golden: Golden = None,
+    key: Key = None,
     text_field: TextField = "text",
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each sample.")] = 512,
     top_k: Annotated[
@@ -99,10 +110,11 @@ def bench(
     All servers run at once: checkpoints share the GPU's memory equally.
     """
     _require_targets(targets)
-    tokenizer = _require_tokenizer(tokenizer, reference)
+    tokenizer = _require_tokenizer(tokenizer, reference, golden)
     if samples is not None and not samples.exists():
         raise ConfigError(f"{samples}: no such file or directory")
     require_room(out, html)
+    require_golden(golden, key)
 
     from verify.bench.load import Generator, Load
 
@@ -118,10 +130,12 @@ def bench(
     from verify.bench.rounds import Plan, measure
 
     secret = key_in(api_key_env)
-    key = None if secret is None else secret.get_secret_value()
-    generator = Generator(vllm, tokenizer, key)
+    api_key = None if secret is None else secret.get_secret_value()
+    generator = Generator(vllm, tokenizer, api_key)
     with _kept(out), _opened(targets, vllm, vllm_options, out, api_key_env) as servers:
         _require_context(servers, matrix)
+        console = console_for(as_json)
+        proofs = prove(servers, golden, key, api_key_env, console)
         places = [
             Place(
                 one.name,
@@ -139,16 +153,16 @@ def bench(
             comparison = _quality(
                 servers, reference, samples, count, text_field, max_length, top_k, answers, as_json
             )
-        with progress_bars(console_for(as_json), "runs", transient=True) as bars:
+        with progress_bars(console, "runs", transient=True) as bars:
             runs = measure(
                 plan,
                 generator,
                 out=out,
                 advance=lambda done, total: bars.update("bench", done, total),
             )
-        capacities = [kv_capacity(one.url, key) for one in servers]
+        capacities = [kv_capacity(one.url, api_key) for one in servers]
     gpu = gpu_name() if all(is_local(place.url) for place in places) else None
-    result = summarise(plan, runs, capacities, comparison, gpu=gpu)
+    result = summarise(plan, runs, capacities, comparison, proofs=[*proofs.values()], gpu=gpu)
     if html is not None:
         from verify.bench.html import write_page
 
@@ -212,11 +226,11 @@ def _discard(logs: Path, *, failed: bool) -> None:
         shutil.rmtree(logs)
 
 
-def _require_tokenizer(tokenizer: Path | None, reference: Path | None) -> Path:
-    for path in filter(None, (tokenizer, reference)):
+def _require_tokenizer(tokenizer: Path | None, reference: Path | None, golden: Path | None) -> Path:
+    for path in filter(None, (tokenizer, reference, golden)):
         if not path.is_dir():
             raise ConfigError(f"{path}: no such directory")
-    chosen = tokenizer or reference
+    chosen = tokenizer or reference or golden
     if chosen is None:
         raise ConfigError(
             "prompts need the model's tokenizer: give --tokenizer DIR, or --reference DIR"

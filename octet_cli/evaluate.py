@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from octet.errors import BackendError, ConfigError, OctetError, RequestError
 from octet.limit import Limit
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
-from octet_cli.options import Json, TextField, console_for
+from octet_cli.options import Golden, Json, Key, TextField, console_for
 
 if TYPE_CHECKING:
     from octet.statistics import Interval
@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from verify.evaluation.scores import Evaluation
     from verify.evaluation.target import ServedTarget
 
-__all__ = ["TOP_K", "evaluate", "note", "require_page", "require_room", "standard_output"]
+__all__ = [
+    "TOP_K",
+    "evaluate",
+    "note",
+    "prove",
+    "require_golden",
+    "require_page",
+    "require_room",
+    "standard_output",
+]
 
 _PIPE = 200  # columns of a table that is written to a pipe
 TOP_K = 20  # the most that vLLM returns by default
@@ -52,6 +61,8 @@ def evaluate(
     count: Annotated[
         int | None, typer.Option("--count", "-n", min=1, help="Samples used, from the first.")
     ] = None,
+    golden: Golden = None,
+    key: Key = None,
     text_field: TextField = "text",
     max_length: Annotated[int, typer.Option(min=2, help="Tokens kept of each sample.")] = 512,
     top_k: Annotated[
@@ -105,6 +116,9 @@ def evaluate(
     if limits and samples is None:
         raise ConfigError(f"--gate {limits[0]} is of what --samples measures: give --samples FILE")
     require_room(out, html)
+    require_golden(golden, key)
+    if golden is not None and len(local) == len(targets):
+        raise ConfigError("--golden proves servers, and none is given: give one as http://...")
 
     from verify.evaluation.evaluator import evaluate as score
     from verify.evaluation.gate import check_gate, judge, require_met
@@ -122,6 +136,7 @@ def evaluate(
         harness = Harness(names, reference, include_path, limit, concurrency, api_key_env)
         harness.require_installed(servers[0])
     console = console_for(as_json)
+    proofs = prove(servers, golden, key, api_key_env, console)
     evaluation, judged = None, list["Judged"]()
     if samples is not None:
         every = opened if origin is None else [origin, *opened]
@@ -134,13 +149,49 @@ def evaluate(
             evaluation = score(
                 opened, origin, sequences, k=k, out=out, advance=bars.update, note=note
             )
-        shown = _show(evaluation, html, as_json)  # before the harness, which is slow and may fail
-        judged = judge(shown, limits)
+            evaluation = replace(evaluation, proofs=proofs)
+            # before the harness, which is slow and may fail
+            shown = _show(evaluation, html, as_json)
+            judged = judge(shown, limits)
     figures, failure = _tasks(harness, servers)
     _report(evaluation, figures, targets, html, as_json, judged)
     if failure is not None:
         raise failure
     require_met(judged)
+
+
+def require_golden(golden: Path | None, key: Path | None) -> None:
+    """Raises an OctetError for a --golden that holds no proof, or is not signed by --key."""
+    if golden is not None:
+        from octet.proof.reference import load_proofs
+
+        load_proofs(golden, key)
+    elif key is not None:
+        raise ConfigError("--key checks the signature of --golden: give that, too")
+
+
+def prove(
+    servers: "Sequence[ServedTarget]",
+    golden: Path | None,
+    key: Path | None,
+    api_key_env: str | None,
+    console: Console | None,
+) -> dict[str, str]:
+    """Returns what proves each server, by its name; {} without `golden`.
+
+    Raises GateError for a server that does not match it, before anything is measured.
+    """
+    if golden is None:
+        return {}
+    from verify.server.connect import Query
+    from verify.server.verify import require_proven
+
+    found = {}
+    for one in servers:
+        query = Query(url=one.url, golden=golden, key=key, model=one.model, api_key_env=api_key_env)
+        found[one.name] = require_proven(query, console=console)
+        note(f"{one.name}: {found[one.name]}")
+    return found
 
 
 def require_room(out: Path | None, html: Path | None) -> None:

@@ -40,6 +40,10 @@ def golden(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")
     ] = "auto",
+    sign: Annotated[
+        Path | None,
+        typer.Option(help="Sign the pack with this private Ed25519 key."),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -60,6 +64,7 @@ def golden(
         device=device,
         text_field=text_field,
         messages_field=messages_field,
+        sign=sign,
         force=force,
     )
     pair = open_pair(options)  # before torch is loaded
@@ -69,4 +74,4 @@ def golden(
 
     fit_threads()
     manifest = write_pack(pair, options, console=console_for(as_json))
-    wrote(out, manifest, as_json)
+    wrote(out, manifest, as_json, signed=sign is not None)

@@ -16,7 +16,9 @@ __all__ = [
     "RECIPES",
     "Force",
     "Gate",
+    "Golden",
     "Json",
+    "Key",
     "MaxKl",
     "MaxPplChange",
     "Model",
@@ -59,6 +61,17 @@ Gate = Annotated[
     typer.Option(
         help="Without limits: the default one on the predicted KL, or none, which is recorded."
     ),
+]
+Golden = Annotated[
+    Path | None,
+    typer.Option(
+        "--golden",
+        help="An export, calibration or proof pack: each server must match it to be measured.",
+    ),
+]
+Key = Annotated[
+    Path | None,
+    typer.Option("--key", help="Public Ed25519 key that must have signed --golden."),
 ]
 TextField = Annotated[str, typer.Option(help="Field of each sample that holds its text.")]
 

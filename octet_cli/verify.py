@@ -56,6 +56,13 @@ def verify(
             "--calibration", help="The calibration of an export; it names the original, too."
         ),
     ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--key",
+            help="Public Ed25519 key that must have signed it; for a URL: that signed --golden.",
+        ),
+    ] = None,
     numbers_only: Annotated[
         bool, typer.Option("--no-tokens", help="Compare files only; run no model.")
     ] = False,
@@ -125,6 +132,7 @@ def verify(
     if "://" in path:
         files = {"calibration": calibration, "no_tokens": numbers_only or None}
         _refuse(files, f"is for files; {path} is a server")
+        served["key"] = key
         raise typer.Exit(_verify_url(path, model, served, show_all, as_json, console))
     if not Path(path).exists() and re.fullmatch(r"(https?:/?)?[\w.-]+:\d+(/.*)?", path):
         host = re.sub(r"^https?:/?", "", path)
@@ -133,7 +141,7 @@ def verify(
     from verify.artifact import verify as check
 
     original = None if model is None else Path(model)
-    found = check(path, model=original, calibration=calibration, console=console)
+    found = check(path, model=original, calibration=calibration, key=key, console=console)
     if not numbers_only:
         with held_back():
             from verify.next_tokens import add_divergence

@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from octet.artifacts.manifest import MANIFEST_FILE, SCENARIOS_FILE, Manifest
+from octet.artifacts.signature import SIGNATURE_FILE, require_signature
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import sha256_file
 from octet.model.folding import describe_folds
@@ -46,13 +47,14 @@ def verify(
     *,
     model: Path | None = None,
     calibration: Path | None = None,
+    key: Path | None = None,
     console: Console | None = None,
 ) -> Verification:
     """Checks everything about the artifact or checkpoint at `path` that needs no forward pass.
 
     `model` is the original checkpoint, `calibration` what the export was made from; either allows
-    comparing the weights. Raises an OctetError if nothing can be checked, or if the artifact was
-    not made from the given original.
+    comparing the weights. With the public key `key`, a signature by it is required. Raises an
+    OctetError if nothing can be checked, or if the artifact was not made from the given original.
     """
     if "://" in str(path):
         raise ConfigError(
@@ -63,8 +65,12 @@ def verify(
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; give what an export wrote")
     if (path / MANIFEST_FILE).is_file():
+        if key is not None:
+            require_signature(path, key)
         manifest = Manifest.load(path, verify=False)
     elif is_checkpoint(path):
+        if key is not None:
+            raise ConfigError(f"{path}: another tool's checkpoint has no {MANIFEST_FILE} to sign")
         return _of_others(path, model, calibration, console)
     else:
         inside = sorted(file.parent.name for file in path.glob(f"*/{MANIFEST_FILE}"))
@@ -74,6 +80,9 @@ def verify(
         )
     found = Verification(path, manifest.kind, manifest.kind)
     check_files(path, manifest, found)
+    if (path / SIGNATURE_FILE).is_file():
+        by = "; by whom is not checked without --key" if key is None else f" by {key}"
+        found.notes.append(f"signed{by}")
     found.notes.extend(describe_folds(manifest.model.spec, manifest.folds))
     original = find_original(manifest, model, calibration)
     _verify_kind(path, manifest, original, found, console)
@@ -99,7 +108,7 @@ def _verify_kind(
             " with --calibration (a manifest holds hashes and no paths)"
         )
     found.original = original
-    if manifest.kind in ("checkpoint", "onnx"):
+    if manifest.kind in ("checkpoint", "onnx", "engine"):
         check_side_files(path, manifest, original, found)
     match manifest.kind:
         case "checkpoint":
@@ -202,7 +211,7 @@ def check_files(path: Path, manifest: Manifest, found: Verification) -> None:
             f"no {SCENARIOS_FILE} (--no-predict, or an architecture that Octet does not know): a"
             " server of it can only be weakly proven"
         )
-    listed = {*manifest.files, MANIFEST_FILE}
+    listed = {*manifest.files, MANIFEST_FILE, SIGNATURE_FILE}
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
         if file.is_file() and name not in listed:

@@ -228,7 +228,7 @@ def export_gate(
 def _runner(directory: Path, manifest: Manifest) -> "Runner | None":
     """Returns a runner for a graph or a plan; None for other kinds, or if it cannot run here."""
     if manifest.kind == "engine":
-        runs = manifest.details.get("proof", {}).get("status") == "proven"
+        runs = manifest.details.get("proof", {}).get("status") in ("proven", "weakly proven")
     else:
         runs = manifest.kind == "onnx" and manifest.details.get("target") == "onnxruntime"
     if not runs:

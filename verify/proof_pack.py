@@ -6,7 +6,7 @@ both. It joins two stages: the reader of `verify` decodes the checkpoint, `calib
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,8 @@ from rich.console import Console
 
 from octet.artifacts.manifest import Manifest, check_destination, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
+from octet.artifacts.serving_path import power_text
+from octet.artifacts.signature import private_key, sign
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.checkpoint import Checkpoint, sha256_file
 from octet.model.not_a_checkpoint import explain_missing
@@ -53,6 +55,7 @@ class PackOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     text_field: str = "text"
     messages_field: str = "messages"
+    sign: Path | None = None  # the private key
     force: bool = False
 
 
@@ -72,6 +75,8 @@ class Pair:
 
 def open_pair(options: PackOptions) -> Pair:
     """Opens both checkpoints; raises an OctetError for what cannot work. Reads no tensor."""
+    if options.sign is not None:
+        private_key(options.sign)
     original, quantized = options.original, options.quantized
     check_destination(
         options.out, force=options.force, inputs=[original, quantized, options.samples]
@@ -104,7 +109,7 @@ def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = No
     import torch
 
     from calibrate.decoder.weights import LayerWeights
-    from calibrate.golden import described, golden_set
+    from calibrate.golden import described, examined, golden_set
     from calibrate.samples.inputs import read_prompts
     from calibrate.simulate.predict import expected_divergence
     from verify.next_tokens import written_weight
@@ -137,7 +142,9 @@ def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = No
         console=console,
     )
     assert prediction is not None  # the architecture is known
-    return _write(pair, options, stored, prompts, golden, prediction, warnings)
+    power = prediction.expected.power
+    found = {"examined": examined(golden), "power": power_text(power) if power else ""}
+    return _write(pair, options, stored, prompts, golden, prediction, found, warnings)
 
 
 def _write(
@@ -147,6 +154,7 @@ def _write(
     prompts: "Prompts",
     golden: "GoldenSet",
     prediction: "Prediction",
+    found: Mapping[str, str],
     warnings: Sequence[str],
 ) -> Manifest:
     cache, written = stored.recipe.kv_cache, pair.written
@@ -171,6 +179,7 @@ def _write(
             },
             "held_out": prompts.facts,
             "expected_divergence": expected,
+            **found,
             "predicted": True,
             "warnings": [*warnings, *prompts.warnings],
         },
@@ -182,7 +191,10 @@ def _write(
         prediction.scenarios.save(writer.path)
         for file in pair.original.side_files:  # what clients get by default is compared with them
             shutil.copyfile(file, writer.path / file.name)
-        return writer.finish(manifest)
+        manifest = writer.finish(manifest)
+        if options.sign is not None:
+            sign(writer.path, private_key(options.sign))
+        return manifest
 
 
 def _format(written: Written) -> str:
@@ -227,7 +239,7 @@ def _refusal(wrong: Sequence[Problem], pair: Pair) -> str:
     first = wrong[0]
     path, original = pair.written.path, pair.original.path
     why = ""
-    if any(problem.check in ("numbers", "copies") for problem in wrong):
+    if first.check in ("numbers", "copies"):
         why = f"; it is damaged, or {original} is not its original"
     if first.check == "scales" and ".experts." in first.where:
         why = (

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ class ChangedModel:
     """A checkpoint with the weights that an algorithm changed, if any.
 
     `scales` are those that the weights were fitted to; they must stay. `details` and `files` go
-    into the artifact, `warnings` into its report.
+    into the artifact, `warnings` into its report, and `unfolded`: why each cache scale that an E5M2
+    cache needs is not folded into the weights, by the observation's name.
     """
 
     checkpoint: Checkpoint
@@ -42,6 +43,7 @@ class ChangedModel:
     details: dict[str, Any] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    unfolded: Mapping[str, str] = field(default_factory=dict)
 
 
 def changed_model(

@@ -145,15 +145,16 @@ def build_report(
     sensitivity: Mapping[str, Any] | None = None,
     budget: Mapping[str, Any] | None = None,
     experts: Mapping[str, Any] | None = None,
+    unfolded: Mapping[str, str] | None = None,
     warnings: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Report:
     """Builds the report of one calibration; a pure function, at 25 ms a dense tensor.
 
     Its histograms are the sums over all samples; its scales are those that the artifact stores.
-    `distinct` of the samples differ. `sensitivity`, `budget` and `experts` are JSON. `warnings`
-    were found elsewhere and come first. `facts` are shown unchanged (dtype, policy for long
-    samples, ...).
+    `distinct` of the samples differ. `sensitivity`, `budget` and `experts` are JSON. `unfolded`
+    says why a cache keeps its scale. `warnings` were found elsewhere and come first. `facts` are
+    shown unchanged (dtype, policy for long samples, ...).
     """
     recipe, spec = quantization.recipe, quantization.checkpoint.spec
     histograms, scales = quantization.histograms, quantization.scales
@@ -165,7 +166,7 @@ def build_report(
         global_scales=_global_scales(observations, scales),
         sensitivity=_still_true(sensitivity, budget),
     )
-    findings = find(recipe, tensors, convergence, sensitivity, budget)
+    findings = find(recipe, tensors, convergence, sensitivity, budget, unfolded)
     return Report(
         recipe=recipe,
         model={"name": model, **_model_json(spec)},

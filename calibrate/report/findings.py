@@ -51,8 +51,12 @@ def find(
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None = None,
     budget: Mapping[str, Any] | None = None,
+    unfolded: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """Returns findings, the gravest first; `sensitivity` and `budget` are JSON."""
+    """Returns findings, the gravest first; `sensitivity` and `budget` are JSON.
+
+    `unfolded` has the reason for each cache scale that is not folded into the weights.
+    """
     return [
         *_over_budget(budget),
         *_all_promoted(budget),
@@ -61,7 +65,7 @@ def find(
         *_overflowing(tensors),
         *_moved(convergence),
         *_clipped(recipe, tensors),
-        *_cache_scales(recipe, tensors),
+        *_cache_scales(recipe, tensors, unfolded or {}),
     ]
 
 
@@ -293,16 +297,30 @@ def _clipped(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[Findin
     ]
 
 
-def _cache_scales(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[Finding]:
+def _cache_scales(
+    recipe: Recipe, tensors: Mapping[str, TensorReport], unfolded: Mapping[str, str]
+) -> list[Finding]:
     if recipe.kv_cache != "e5m2":
-        return []
+        return [
+            Finding(
+                f"an E5M2 cache of {name} would need a scale, which is not folded into the weights:"
+                f" {why}",
+                f"Serve with the {recipe.kv_cache} cache of the recipe.",
+            )
+            for name, why in unfolded.items()
+        ]
     return [
         Finding(
             f"{name} reaches {tensor.absmax:.3g}: its E5M2 cache needs the scale"
-            f" {tensor.chosen.scale:.3g}; an engine that does not apply it will be wrong",
+            f" {tensor.chosen.scale:.3g}{_not_folded(unfolded.get(name))}; an engine that does not"
+            " apply it will be wrong",
             "Serve with an engine that applies scales to an E5M2 cache, or choose kv_cache e4m3 or"
             " float16.",
         )
         for name, tensor in tensors.items()
         if tensor.kind != "input" and tensor.chosen is not None and tensor.chosen.scale != 1.0
     ]
+
+
+def _not_folded(why: str | None) -> str:
+    return "" if why is None else f", which is not folded into the weights ({why})"

@@ -11,7 +11,7 @@ Where `kv_scale` is not 1, K or V is multiplied by a power of two:
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -41,10 +41,10 @@ _SPREAD = 2.0**8
 
 @dataclass(frozen=True)
 class Folding:
-    """The powers to fold, and a line for each cache scale that stays, with the reason."""
+    """The powers to fold, and why each other cache scale stays, by the observation's name."""
 
     folds: Folds
-    refused: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_folds(
@@ -59,11 +59,12 @@ def find_folds(
     """
     histograms, spec = Histograms(counts, observations), checkpoint.spec
     folds: Folds = {}
-    refused = []
+    refused: dict[str, str] = {}
     for index in range(spec.layers):
         layer = spec.layer(index)
         for kind, observed in _OBSERVED.items():
-            histogram = histograms.get(f"{layer}.self_attn.{observed}")
+            name = f"{layer}.self_attn.{observed}"
+            histogram = histograms.get(name)
             if histogram is None or kv_scale(histogram, "e5m2") == 1:
                 continue
             own = {**folds.get(layer, {}), kind: _power(histogram)}
@@ -71,8 +72,8 @@ def find_folds(
             if why is None:
                 folds[layer] = own
             else:
-                refused.append(f"{kind.upper()} of layer {index} keeps its cache scale: {why}")
-    return Folding(folds, tuple(refused))
+                refused[name] = why
+    return Folding(folds, refused)
 
 
 def shifted(

@@ -40,6 +40,7 @@ from octet.recipe import KvCacheDtype
 __all__ = ["build_engine"]
 
 PROVEN = "proven: on the golden prompts its divergence is what the recipe costs"
+WEAKLY_PROVEN = "weakly proven: nothing was predicted; on the golden prompts it is within a bound"
 NOT_RUN = "nothing has executed it"
 REPRODUCIBLE = (
     "the graph is, byte for byte (graph_sha256); the plan is not: two builds of it differ"
@@ -76,8 +77,8 @@ def build_engine(
     (default: 8192, or the model's), and the engine is tuned for `usual_batch` of them with
     `usual_length` cached tokens. `quantize=False` builds the unquantized model, as a baseline; its
     cache defaults to float16. `prove` executes the engine in the directory that it is given,
-    and returns facts with a `status` ("proven", or "unproven" and a `reason`). `judge` may refuse
-    the engine after that.
+    and returns facts with a `status` ("proven", "weakly proven" by a bound alone, or "unproven" and
+    a `reason`). `judge` may refuse the engine after that.
 
     Raises UnsupportedError, before anything is parsed, for a builder, a target and a recipe that
     do not go together. Raises ExportError for a graph that TensorRT refuses or would not run as
@@ -198,6 +199,8 @@ def _proven(
     proof = prove(writer.path)
     if proof["status"] == "proven":
         status = {"status": PROVEN}
+    elif proof["status"] == "weakly proven":
+        status = {"status": WEAKLY_PROVEN}
     else:
         status = {"status": f"built, unproven: {proof.get('reason', NOT_RUN)}"}
     (writer.path / MANIFEST_FILE).unlink()

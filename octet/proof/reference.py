@@ -10,6 +10,7 @@ from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.artifacts.scenarios import SCENARIOS_FILE, ScenarioSet
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, Power
+from octet.artifacts.signature import require_signature
 from octet.errors import ArtifactError, CheckpointError
 from octet.recipe import KvCacheDtype, Recipe
 from octet.storage.files import sha256_file
@@ -35,12 +36,15 @@ class Proofs:
         return "quantized" if self.manifest.details.get("quantized", True) else "original"
 
 
-def load_proofs(directory: Path) -> Proofs:
+def load_proofs(directory: Path, key: Path | None = None) -> Proofs:
     """Loads the proof data in `directory`; reads no other file of it, such as its weights.
 
-    Raises ArtifactError for damaged files, or golden records of another model than the manifest's.
+    With the public key `key`, a signature by it is required, and every file is hashed. Raises
+    ArtifactError for damaged files, or golden records of another model than the manifest's.
     """
-    manifest = Manifest.load(directory, verify=False)
+    if key is not None:
+        require_signature(directory, key)
+    manifest = Manifest.load(directory, verify=key is not None)
     golden = _golden(directory, manifest)
     scenarios = None
     if _listed(directory, SCENARIOS_FILE, manifest):

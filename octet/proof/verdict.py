@@ -111,8 +111,12 @@ def sentence(
     """Returns one line for people; `against` names the expected range, or the bound."""
     kl = range_text(Range(measured.kl_mean, measured.kl_low, measured.kl_high))
     word = _OUTCOMES[outcome]
-    if outcome == "worse" and expected is not None and measured.kl_mean <= expected.high:
-        word = "other than expected"  # no farther from the reference, but in another direction
+    mean = measured.kl_mean
+    if expected is not None and (
+        (outcome == "worse" and mean <= expected.high)
+        or (outcome == "better" and mean > expected.high)
+    ):
+        word = "other than expected"  # no farther from the reference, or not nearer to it
     text = f"{word}: {kl} nats over {measured.prompts} prompts {against}"
     if outcome == "as_expected" and measured.coverage is not None:
         text += f"; examined: {measured.coverage.text}"

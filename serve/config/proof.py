@@ -18,6 +18,8 @@ class Proof(Section):
     # Written by an export or a calibration. Default: the artifact's own of an embedded backend or
     # one that is started here; other backends serve unproven, with a prominent warning.
     golden: Path | None = None
+    # Ed25519 public key (PEM or OpenSSH) that must have signed the manifest of the golden records.
+    key: Path | None = None
     enabled: bool = True
     # Declared weights of the backends: "quantized" by the artifact's recipe, or the "original"
     # checkpoint in BF16.

@@ -31,7 +31,7 @@ from serve.backends.base import Backend
 from serve.backends.bounds import MAX_TOKENS
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.engine.tokenizer import Tokenizer
-from serve.proof.probe import NO_PENALTIES, ClientView
+from serve.proof.probe import LADDER, NO_PENALTIES, ClientView
 from serve.proof.sampling import Sampled, Sampling, other_sampling
 
 __all__ = ["Defaults", "client_view"]
@@ -143,6 +143,7 @@ class _Examiner:
         self._golden = golden
         self._defaults = defaults
         self.tokens = 0  # prompts and answers
+        self._logprobs: int | None = LADDER[0]
 
     async def tokenizer(self) -> str | None:
         ours = self._defaults.tokenizer
@@ -208,7 +209,7 @@ class _Examiner:
     async def sampling(self) -> str | None:
         declared = Sampling.of(self._generation)
         answer = await self._complete(_DRAWN // _ANSWERS, n=_ANSWERS, **NO_PENALTIES)
-        tokens = [token for choice in answer["choices"] for token in _sampled(choice)]
+        tokens = _sampled(answer["choices"])
         other = await asyncio.to_thread(other_sampling, declared, tokens)
         if other is None:
             return None
@@ -230,9 +231,18 @@ class _Examiner:
         most = min(max_tokens, context - len(record.prompt_token_ids) - 1)
         if most < 2:
             raise _Unknown(f"its context of {context} tokens is too short")
-        # vLLM alone knows the last field; others ignore it, or name tokens by their text.
-        fields = {"logprobs": 20, "return_tokens_as_token_ids": True, **fields}
-        return await self._post("/v1/completions", prompt=record.prompt, max_tokens=most, **fields)
+        # vLLM alone knows the first field; others ignore it, or name tokens by their text.
+        fields = {"return_tokens_as_token_ids": True, "logprobs": self._logprobs, **fields}
+        try:
+            return await self._post(
+                "/v1/completions", prompt=record.prompt, max_tokens=most, **fields
+            )
+        except RequestError as error:
+            if "logprobs" not in f"{error.param} {error}" or fields["logprobs"] in (None, 1):
+                raise
+            if fields["logprobs"] == self._logprobs:  # no other request has lowered it yet
+                self._logprobs = LADDER[LADDER.index(self._logprobs) + 1]
+            return await self._complete(max_tokens, **fields | {"logprobs": self._logprobs})
 
     async def _tokenized(self, **fields: Any) -> list[int]:
         answer = await self._backend.post("/tokenize", fields)
@@ -298,11 +308,13 @@ def _displaced(answer: Any) -> bool:
     return any(chosen < top[0] - _CLOSE for chosen, top in _positions(answer["choices"][0]))
 
 
-def _sampled(choice: Any) -> Sequence[Sampled]:
-    """Reads sampled tokens; vLLM lists a chosen token outside of the top in addition."""
+def _sampled(choices: Sequence[Any]) -> list[Sampled]:
+    """Reads sampled tokens; a chosen token outside of the top is listed in addition."""
+    positions = [position for choice in choices for position in _positions(choice)]
+    size = min((len(values) for _, values in positions), default=0)
     found = []
-    for chosen, values in _positions(choice):
-        top = values[:20]
+    for chosen, values in positions:
+        top = values[:size]
         rank = top.index(chosen) if chosen in top else None
         found.append(Sampled(rank, tuple(top)))
     return found

@@ -95,7 +95,7 @@ class GoldenExam:
 
         Raises ArtifactError for files that are missing, damaged, or of another release.
         """
-        proofs = load_proofs(directory)
+        proofs = load_proofs(directory, config.key)
         weights = "original" if proofs.weights == "original" else config.weights
         engine = config.engine
         if engine is None and embedded:

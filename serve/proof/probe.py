@@ -28,6 +28,7 @@ from serve.proof.tokens import UNKNOWN, TokenNames
 
 __all__ = [
     "ALTERNATIVES",
+    "LADDER",
     "NO_PENALTIES",
     "ClientView",
     "Failure",
@@ -112,7 +113,7 @@ class Probed:
         elif self.responses and self.alternatives < ALTERNATIVES:
             found.append(
                 f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"
-                " what it says of less likely ones is not known"
+                " the verdict is as certain, but changes of less likely tokens alone are not seen"
             )
         sent = len(self.responses) + len(self.failures)
         for kind, outcome in _OUTCOMES.items():
@@ -143,7 +144,7 @@ _OUTCOMES: dict[FailureKind, str] = {
 
 
 # Numbers of log-probabilities, tried in turn if a server refuses more; OpenAI's own limit is 5.
-_LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
+LADDER: tuple[int | None, ...] = (ALTERNATIVES, 5, 1, None)
 _TOO_LONG = re.compile(
     r"maximum (context|model) length|context_length_exceeded|longer than the m|context of \d"
 )
@@ -276,7 +277,7 @@ class _Sender:
             return False
         if request.logprobs == self._logprobs:  # no other request has lowered it yet
             unsupported = error.code == "unsupported_field"
-            self._logprobs = None if unsupported else _LADDER[_LADDER.index(self._logprobs) + 1]
+            self._logprobs = None if unsupported else LADDER[LADDER.index(self._logprobs) + 1]
         return True
 
     def _read(self, index: int, deltas: list[Delta], end: Finished) -> Response | Failure:

@@ -75,7 +75,7 @@ def download_wheels() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     unpinned.write_text("".join(line for line in lines if not line.startswith("numpy==")))
     for constraints, wanted in (
-        (ROOT / "constraints.txt", ("octet-llm[serve,traces]", "setuptools>=77", "wheel")),
+        (ROOT / "constraints.txt", ("octet-llm[serve,sign,traces]", "setuptools>=77", "wheel")),
         (unpinned, ("octet-llm[serve]", "numpy<2")),
     ):
         ours, *others = wanted

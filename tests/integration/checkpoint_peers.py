@@ -2,9 +2,11 @@
 
     python -m tests.integration.checkpoint_peers compressed-tensors MODEL OUT SCHEME ...
     python -m tests.integration.checkpoint_peers modelopt MODEL OUT CONFIG ...
+    python -m tests.integration.checkpoint_peers llm-compressor MODEL OUT SCHEME ...
 
 SCHEME is one of compressed-tensors' presets, CONFIG the name of one of ModelOpt's; each is written
 to OUT/<its name>. The first writes `decompressed.npz` beside, what compressed-tensors itself reads.
+llm-compressor's SCHEME may end in "+kv": with an FP8 cache, whose scales it calibrates.
 """
 
 import json
@@ -105,8 +107,41 @@ def modelopt(model: Path, config: str, out: Path) -> None:
         shutil.copy(file, out)
 
 
+def llm_compressor(model: Path, name: str, out: Path) -> None:
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    scheme, _, cache = name.partition("+")
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    tokens = torch.randint(1, 4000, (16, 32), generator=torch.Generator().manual_seed(0)).tolist()
+    kv_cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    oneshot(
+        model=network,
+        dataset=Dataset.from_list(
+            [{"input_ids": row, "attention_mask": [1] * len(row)} for row in tokens]
+        ),
+        recipe=QuantizationModifier(
+            targets="Linear",
+            scheme=scheme,
+            ignore=["lm_head", "re:.*mlp.gate$"],
+            kv_cache_scheme=kv_cache | {"symmetric": True} if cache else None,
+        ),
+        max_seq_length=32,
+        num_calibration_samples=len(tokens),
+    )
+    network.save_pretrained(out, save_compressed=True)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, out)
+
+
 if __name__ == "__main__":
     command, model, out, *names = sys.argv[1:]
-    run = {"compressed-tensors": compressed_tensors, "modelopt": modelopt}[command]
+    run = {
+        "compressed-tensors": compressed_tensors,
+        "modelopt": modelopt,
+        "llm-compressor": llm_compressor,
+    }[command]
     for name in names:
         run(Path(model), name, Path(out) / name)

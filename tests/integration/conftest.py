@@ -98,6 +98,13 @@ def modelopt_python() -> Path:
     return layout.python(layout.MODELOPT)
 
 
+@pytest.fixture(scope="session")
+def llm_compressor_python() -> Path:
+    """The interpreter that has llm-compressor, and this repository."""
+    require(layout.LLM_COMPRESSOR)
+    return layout.python(layout.LLM_COMPRESSOR)
+
+
 def octet(*arguments: object, python: Path | str = sys.executable) -> None:
     command = [str(python), "-m", "octet", *(str(argument) for argument in arguments)]
     subprocess.run(command, check=True, cwd=EXAMPLE.parents[1])

@@ -27,10 +27,14 @@ __all__ = [
     "Change",
     "Tensors",
     "changed",
+    "drop_cache_scales",
     "drop_scales",
+    "exchange_cache_scales",
     "judged",
+    "load_one_slot",
     "scaled",
     "served",
+    "share_global_scales",
     "swap_nibbles",
 ]
 
@@ -128,4 +132,39 @@ def swap_nibbles(tensors: Tensors) -> None:
 def drop_scales(tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if name.endswith((".weight_scale", ".weight_scale_inv")):
-            tensors[name] = Tensor(tensor.dtype, np.ones_like(tensor.codes))
+            tensors[name] = ones(tensor)
+
+
+def drop_cache_scales(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
+        del tensors[name]
+
+
+def exchange_cache_scales(tensors: Tensors) -> None:
+    for key in [name for name in tensors if name.endswith(".k_scale")]:
+        value = f"{key.removesuffix('k_scale')}v_scale"
+        tensors[key], tensors[value] = tensors[value], tensors[key]
+
+
+def ones(tensor: Tensor) -> Tensor:
+    """Scales of 1, in their own dtype."""
+    one = 0x3F80 if tensor.dtype == "BF16" else 1
+    return Tensor(tensor.dtype, np.full_like(tensor.codes, one))
+
+
+def share_global_scales(tensors: Tensors, choose: Callable[..., np.ndarray]) -> None:
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        for first in [x for x in tensors if x.endswith(f".{group[0]}.weight_scale_2")]:
+            names = [first.replace(group[0], member) for member in group]
+            scale = choose([tensors[name].codes.reshape(-1)[0] for name in names])
+            for name in names:
+                tensors[name] = Tensor("F32", np.full_like(tensors[name].codes, scale))
+
+
+def load_one_slot(tensors: Tensors) -> None:
+    """Of fused linears, only the first keeps a scale of the whole tensor."""
+    for name in tensors:
+        module, _, leaf = name.rpartition(".")
+        alone = leaf in ("weight_scale", "weight_scale_2") and tensors[name].codes.size == 1
+        if alone and module.endswith(("k_proj", "v_proj", "up_proj")):
+            tensors[name] = ones(tensors[name])

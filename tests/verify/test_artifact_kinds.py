@@ -41,7 +41,8 @@ def described_engine(out: Path, calibration: Path, **details: object) -> Path:
 
     scratch = out.with_name(f"{out.name}.graph")
     scratch.mkdir()
-    graph = build_engine_graph(Source.open(calibration))
+    source = Source.open(calibration)
+    graph = build_engine_graph(source)
     graph.save(scratch, inline_limit=INLINE_LIMIT_BYTES)
     engine = make_engine(out.with_name(f"{out.name}.bare"), calibration)
     manifest = Manifest.load(engine)
@@ -52,7 +53,9 @@ def described_engine(out: Path, calibration: Path, **details: object) -> Path:
         "graph_sha256": {file.name: sha256_file(file) for file in scratch.iterdir()},
     }
     described = {**manifest.details, **facts, **details}
-    return rewritten(engine, out, lambda path: None, details=described, software=software("onnx"))
+    return rewritten(
+        engine, out, source.copy_side_files, details=described, software=software("onnx")
+    )
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8-static", "nvfp4", "mxfp4"])
@@ -106,6 +109,16 @@ def test_an_engine_is_read_as_far_as_it_can_be(
 
     hollow = rewritten(sound, tmp_path / "d", empty)
     assert "is empty" in [problem.what for problem in verify(hollow).problems]
+
+    def another(path: Path) -> None:
+        (path / "tokenizer.json").write_text("{}")
+        (path / "golden.json").write_text("{}")
+
+    changed = rewritten(sound, tmp_path / "e", another)
+    assert [str(problem) for problem in verify(changed, calibration=calibration).problems] == [
+        "tokenizer.json: is not the original's tokenizer",
+        "golden.json: is not the calibration's",
+    ]
 
 
 def test_what_of_an_engine_could_not_be_checked_is_said(

@@ -1,7 +1,9 @@
 """Proof packs: checkpoints as other tools write them, right servers admitted, wrong ones named."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +15,20 @@ from export.checkpoint.write import export_checkpoint
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.coverage import coverage
 from octet.artifacts.manifest import Manifest
-from octet.errors import ArtifactError, CheckpointError, UnsupportedError
+from octet.artifacts.signature import private_key, sign
+from octet.errors import ArtifactError, CheckpointError, ConfigError, UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.proof.reference import load_proofs
 from octet.recipe import Recipe
 from octet.storage.files import read_object
 from octet.storage.tensors import Tensor
+from serve.config.proof import Proof
 from serve.proof.client_view import Defaults
+from serve.proof.golden_exam import GoldenExam
 from serve.proof.served_files import differences
 from tests.export.conftest import make_calibration
 from tests.models import write_model
+from tests.octet.artifacts.keys import write_keys
 from tests.shared import Shared
 from tests.verify.packs import (
     WEIGHTS,
@@ -31,8 +37,10 @@ from tests.verify.packs import (
     changed,
     drop_scales,
     judged,
+    load_one_slot,
     scaled,
     served,
+    share_global_scales,
     swap_nibbles,
 )
 from verify.artifact import verify
@@ -122,24 +130,6 @@ def test_a_right_server_is_admitted(
     proofs = load_proofs(packs(recipe))
     verdict = judged(proofs, served(model, checkpoints[recipe], proofs))
     assert verdict.outcome == "as_expected", verdict.reason
-
-
-def share_global_scales(tensors: Tensors, choose: Callable[..., np.ndarray]) -> None:
-    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-        for first in [x for x in tensors if x.endswith(f".{group[0]}.weight_scale_2")]:
-            names = [first.replace(group[0], member) for member in group]
-            scale = choose([tensors[name].codes.reshape(-1)[0] for name in names])
-            for name in names:
-                tensors[name] = Tensor("F32", np.full_like(tensors[name].codes, scale))
-
-
-def load_one_slot(tensors: Tensors) -> None:
-    """Of fused linears, only the first keeps a scale of the whole tensor."""
-    for name in tensors:
-        module, _, leaf = name.rpartition(".")
-        alone = leaf in ("weight_scale", "weight_scale_2") and tensors[name].codes.size == 1
-        if alone and module.endswith(("k_proj", "v_proj", "up_proj")):
-            tensors[name] = Tensor("F32", np.ones_like(tensors[name].codes))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +223,39 @@ def test_a_pack_is_an_artifact(packs: Callable[[str], Path], checkpoints: dict[s
     assert set(manifest.details["checkpoint"]["files"]) == {"config.json", WEIGHTS}
     found = verify(pack)
     assert (found.exit_code, found.problems) == (0, []) and "proof pack" in found.format
+
+
+def test_a_signed_pack_is_taken_as_it_was_signed_alone(
+    packs: Callable[[str], Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography", reason="signatures need cryptography: pip install it")
+    key, public = write_keys(tmp_path / "keys", "openssh")
+    pack = tmp_path / "pack"
+    shutil.copytree(packs("fp8"), pack)
+    config = Proof(golden=pack, key=public)
+    with pytest.raises(ArtifactError, match="not signed"):
+        GoldenExam.load(pack, config)
+    with pytest.raises(ArtifactError, match="not signed"):
+        verify(pack, key=public)
+    sign(pack, private_key(key))
+    assert GoldenExam.load(pack, config).identity == Manifest.load(pack).identity
+    found = verify(pack, key=public)
+    assert found.problems == [] and f"signed by {public}" in found.notes
+    assert "signed; by whom is not checked without --key" in verify(pack).notes
+    # Without a key, what clients get is compared with whatever lies there.
+    (pack / "tokenizer_config.json").write_text("{}")
+    assert GoldenExam.load(pack, Proof(golden=pack))
+    with pytest.raises(ArtifactError, match=r"tokenizer_config\.json: altered"):
+        GoldenExam.load(pack, config)
+
+
+def test_a_key_that_cannot_sign_is_refused_before_the_work(
+    checkpoints: dict[str, Path], model: Path, example_samples: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography", reason="signatures need cryptography: pip install it")
+    wanted = options(model, checkpoints["fp8"], example_samples, tmp_path / "pack")
+    with pytest.raises(ConfigError, match="no Ed25519 private key"):
+        open_pair(replace(wanted, sign=model / "config.json"))
 
 
 def test_a_pack_knows_what_clients_get_by_default(

@@ -28,6 +28,7 @@ def render(bench: Bench) -> RenderableType:
         capacity = bench.kv_capacity_tokens[number]
         cache = "" if capacity is None else f" (KV cache: {capacity:,} tokens)"
         parts.append(Text(f"target {number + 1}: {name}{cache}"))
+        parts += [Text(f"  {proof}") for proof in bench.proofs[number : number + 1]]
     for load, cells in zip(bench.loads, bench.cells, strict=True):
         clients, prompt, output = load.split("x")
         plural = "s" if clients != "1" else ""

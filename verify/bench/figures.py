@@ -56,7 +56,8 @@ class Quality:
 class Bench:
     """All results. `cells` is by load, then by target; `comparison` is None without samples.
 
-    `served` is None for a server that was running already, and `gpu` where it is not known.
+    `proofs` says of each target what proves it; () if nothing was to. `served` is None for a
+    server that was running already, and `gpu` where it is not known.
     """
 
     targets: tuple[str, ...]
@@ -67,6 +68,7 @@ class Bench:
     kv_capacity_tokens: tuple[int | None, ...]
     comparison: Comparison | None
     warnings: tuple[str, ...]
+    proofs: tuple[str, ...] = ()
     served: tuple[Served | None, ...] = ()
     gpu: str | None = None
 
@@ -94,6 +96,7 @@ def summarise(
     capacities: Sequence[int | None],
     comparison: Comparison | None = None,
     *,
+    proofs: Sequence[str] = (),
     gpu: str | None = None,
 ) -> Bench:
     """Builds the results of all `runs` of `plan`, on a `gpu` of that name."""
@@ -113,6 +116,7 @@ def summarise(
         kv_capacity_tokens=tuple(capacities),
         comparison=comparison,
         warnings=(*_lengths(plan, runs), *(() if comparison is None else comparison.warnings)),
+        proofs=tuple(proofs),
     )
 
 

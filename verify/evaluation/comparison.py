@@ -24,7 +24,8 @@ class Row:
     and `kl_max` are over single tokens. `kl_from_first` and `change_from_first` are differences
     from the first row, paired by sample; None for the first row itself. `tasks` are
     lm-evaluation-harness' results. `worst` are the tokens that differ most from the reference, or
-    from the first row if there is no reference.
+    from the first row if there is no reference. `proof` says what proves a server, if it was
+    compared with golden records.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Row:
     samples: int
     tasks: dict[str, Interval] = field(default_factory=dict)
     worst: tuple[WorstToken, ...] = ()
+    proof: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,12 @@ def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()
         reference=None if reference is None else reference.name,
         reference_perplexity=None if reference is None else _perplexity(reference, tokens),
         rows=tuple(
-            replace(row, tasks=dict(tasks[index]) if tasks else {}, worst=worst[index])
+            replace(
+                row,
+                tasks=dict(tasks[index]) if tasks else {},
+                worst=worst[index],
+                proof=evaluation.proofs.get(row.name),
+            )
             for index, row in enumerate(rows)
         ),
         warnings=_few(len(tokens)),

@@ -84,6 +84,7 @@ def _caption(comparison: Comparison) -> str:
         )
     elif len(comparison.rows) > 1:
         lines.append("Change is from the first, on the same tokens.")
+    lines += [f"{row.name}: {row.proof}" for row in comparison.rows if row.proof is not None]
     lines += [f"warning: {warning}" for warning in comparison.warnings]
     return "\n".join(lines)
 

@@ -4,8 +4,8 @@ The divergence is that of the k most likely tokens (`octet.proof.top_k`). It is 
 rest of the served probabilities is at least what their rounding would hide.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -54,7 +54,8 @@ class Scores:
 class Evaluation:
     """Scores of all targets on the samples; `k` tokens of each distribution are compared.
 
-    `decode` makes text of token ids; None if no target has a tokenizer on this machine.
+    `decode` makes text of token ids; None if no target has a tokenizer on this machine. `proofs`
+    has a sentence about each server that was compared with golden records, by its name.
     """
 
     sequences: Sequences
@@ -62,3 +63,4 @@ class Evaluation:
     reference: Scores | None
     targets: tuple[Scores, ...]
     decode: Callable[[Sequence[int]], str] | None = None
+    proofs: Mapping[str, str] = field(default_factory=dict)

@@ -89,6 +89,7 @@ def digest_of(ids: Sequence[int]) -> str:
 class ServedTarget(Protocol):
     """A target that is a running server."""
 
+    name: str  # that the user gave
     url: str  # without /v1
     model: str  # the server's name for it
     longest: int | None  # most tokens of a prompt, one less than its context

@@ -29,6 +29,7 @@ class Query:
 
     url: str
     golden: Path
+    key: Path | None = None  # that must have signed `golden`
     model: str | None = None
     api_key_env: str | None = None
     weights: Literal["quantized", "original"] = "quantized"

@@ -15,8 +15,9 @@ from octet.tables import fitted
 from serve.proof.engine_report import EngineReport
 from serve.proof.probe import ClientView, Probed
 
-__all__ = ["ServerReport", "in_words", "show"]
+__all__ = ["RESTARTED", "ServerReport", "in_words", "show"]
 
+RESTARTED = "it was restarted or reloaded while prompts were sent: run this again"
 _NO_DATE = 2**37  # seconds since 1970: a value after the year 6000 is not a date
 _NEAREST = 5  # scenarios that are shown without --all
 _STYLES = {"as_expected": "green", "inconclusive": "yellow"}
@@ -37,9 +38,11 @@ class ServerReport:
     answered: int = 0  # of these
     missing: int = 0  # prompts that were sent and never answered
     stopped: bool = False  # the server went away before the verdict was clear
+    restarted: bool = False  # two processes answered, so nothing is known of either
     tokens: int = 0
     seconds: float = 0.0
     findings: list[str] = field(default_factory=list)  # faults outside the log-probabilities
+    defaults: list[str] = field(default_factory=list)  # of these, what clients get by default
     checkpoint: dict[str, Any] | None = None  # `octet verify` of the checkpoint that it serves
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -59,6 +62,7 @@ class ServerReport:
     def add_view(self, view: ClientView) -> None:
         """Adds what clients get by default."""
         self.findings += [*filter(None, (view.tokenizer,)), *view.differences]
+        self.defaults += view.differences
         self.unchecked += view.unchecked
         self.tokens += view.tokens
 
@@ -69,6 +73,8 @@ class ServerReport:
         3: nothing contradicts it, but only a bound speaks for it.
         """
         outcome = self.verdict.outcome if self.verdict else "inconclusive"
+        if self.restarted:
+            return 2
         if self.findings or outcome in ("better", "worse"):
             return 1
         if outcome == "inconclusive" or self.missing:
@@ -88,7 +94,7 @@ class ServerReport:
 _PREFIXES = "its kernels: it takes no cache_salt, so answers may come from its prefix cache"
 _FIELDS = (
     *("url", "model", "declared", "artifact"),
-    *("asked", "answered", "missing", "stopped", "tokens", "seconds"),
+    *("asked", "answered", "missing", "stopped", "restarted", "tokens", "seconds"),
     *("findings", "checkpoint", "notes"),
 )
 
@@ -227,6 +233,8 @@ def _unchecked(found: ServerReport, show_all: bool) -> list[str]:
 def _verdict(found: ServerReport) -> Text:
     verdict = found.verdict
     outcome = verdict.outcome if verdict else "inconclusive"
+    if found.restarted:
+        return Text(f"inconclusive: {RESTARTED}", style="yellow")
     if found.findings and (verdict is None or outcome in _STYLES):
         count = len(found.findings)
         said = f"wrong: {count} finding{'s' if count > 1 else ''} besides the log-probabilities"

@@ -3,13 +3,13 @@
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from octet.errors import BackendUnavailable
+from octet.errors import BackendUnavailable, GateError
 from octet.proof.divergence import measure
 from octet.proof.reference import load_proofs
 from octet.proof.responses import Response
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from serve.proof.golden_exam import GoldenExam
     from verify.server.report import ServerReport
 
-__all__ = ["verify_url"]
+__all__ = ["require_proven", "verify_url"]
 
 _NO_LOGPROBS = (
     "its answers: it returns no log-probabilities (vLLM: start it with --max-logprobs 20)"
@@ -34,7 +34,7 @@ def verify_url(query: Query, *, as_json: bool = False, console: Console | None =
     """
     from verify.server.report import show
 
-    checked = None if query.checkpoint is None else _checkpoint(query.checkpoint, query.golden)
+    checked = None if query.checkpoint is None else _checkpoint(query.checkpoint, query)
     found = asyncio.run(_check(query, console))
     if checked is not None:
         found.findings += [line for line in checked.findings if line not in found.findings]
@@ -47,6 +47,37 @@ def verify_url(query: Query, *, as_json: bool = False, console: Console | None =
     return found.exit_code
 
 
+def require_proven(query: Query, *, console: Console | None = None) -> str:
+    """Returns in a sentence what proves the server of `query`, before something measures it.
+
+    It may serve the original weights in place of the quantized ones. What clients get by default is
+    not compared, and a server whose log-probabilities cannot be checked is none that is wrong.
+    Raises GateError, with the cause, for a server that is.
+    """
+    from verify.server.report import RESTARTED
+
+    found = asyncio.run(_check(query, console))
+    declared = ""
+    if found.verdict is not None and found.verdict.outcome == "better":
+        original = asyncio.run(_check(replace(query, weights="original"), console))
+        if original.verdict is not None and original.verdict.outcome == "as_expected":
+            found, declared = original, "it serves the original weights, unquantized: "
+    if found.restarted:
+        return f"not proven: {RESTARTED}"
+    reasons = [line for line in found.findings if line not in found.defaults]
+    outcome = "inconclusive" if found.verdict is None else found.verdict.outcome
+    if found.verdict is not None:
+        reasons.append(found.verdict.reason)
+    if outcome in ("better", "worse") or len(reasons) > (found.verdict is not None):
+        raise GateError(
+            f"{query.url}: not what {query.golden} proves: {'; '.join(reasons)}. Nothing was"
+            " measured; without --golden it is measured all the same"
+        )
+    if found.verdict is None or found.missing or outcome == "inconclusive":
+        return f"not proven: {'; '.join([*reasons, *found.unchecked]) or 'no verdict'}"
+    return f"proven: {declared}{found.verdict.reason}"
+
+
 async def _check(query: Query, console: Console | None) -> "ServerReport":
     from serve.config.proof import Proof
     from serve.proof.engine_report import engine_report, structural_findings
@@ -55,6 +86,7 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
 
     settings = Proof(
         golden=query.golden,
+        key=query.key,
         weights=query.weights,
         kv_cache=query.kv_cache,
         engine=query.engine,
@@ -63,7 +95,7 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
     exam = GoldenExam.load(query.golden, settings)
     backend = await reached(query)
     try:
-        engine = await engine_report(backend)
+        before, engine = await backend.incarnation(), await engine_report(backend)
         model = backend.models[0]
         found = ServerReport(query.url, model, exam.declared.label, exam.identity, engine)
         if engine is not None:
@@ -73,6 +105,9 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
         await _ask(backend, exam, query, found, console)
         if not found.stopped:
             found.add_view(await exam.client_view(backend, timeout_s=query.timeout_s))
+            after = await backend.incarnation()
+            if before is not None and after is not None:  # a reload or a restart ends a proof
+                found.restarted = not after.follows(before)
     finally:
         await backend.close()
     return found
@@ -179,7 +214,7 @@ class _Checked:
     report: dict[str, Any]  # as printed by `octet verify DIR --json`
 
 
-def _checkpoint(directory: Path, golden: Path) -> _Checked:
+def _checkpoint(directory: Path, query: Query) -> _Checked:
     """Checks a checkpoint as `octet verify DIR` does, and compares it with the golden artifact.
 
     Raises OctetError for a checkpoint that cannot be checked at all.
@@ -187,7 +222,8 @@ def _checkpoint(directory: Path, golden: Path) -> _Checked:
     from serve.proof.served_files import differences
     from verify.artifact import verify
 
-    proofs = load_proofs(golden)
+    golden = query.golden
+    proofs = load_proofs(golden, query.key)
     beside = differences(directory, golden, proofs, trusted=True)
     made_from = proofs.manifest.kind == "calibration" and not any("another" in x for x in beside)
     checked = verify(directory, calibration=golden if made_from else None)

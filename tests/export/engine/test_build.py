@@ -230,6 +230,14 @@ class TestProof:
         assert details["status"] == PROVEN
         assert details["proof"]["kl"] == 0.01
 
+    def test_one_that_only_a_bound_speaks_for_says_so(
+        self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
+    ) -> None:
+        facts = {"status": "weakly proven", "kl": 0.01}
+        build_engine(calibrations["fp8"], tmp_path / "out", prove=lambda path: facts)
+        details = Manifest.load(tmp_path / "out", "engine").details
+        assert details["status"].startswith("weakly proven: nothing was predicted")
+
     def test_one_that_could_not_run_says_why(
         self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
     ) -> None:

@@ -8,6 +8,7 @@
     lib/         libpython3.X.so.1.0, only where the system's loader does not find it
   tensorrt-rtx/  a virtual environment with TensorRT-RTX and this repository
   modelopt/      a virtual environment with ModelOpt, before this repository's own packages
+  llm-compressor/  the same with llm-compressor
   browser/       a virtual environment with Playwright and axe-core, for the system's Chromium
 """
 
@@ -20,6 +21,7 @@ VLLM = ROOT / "vllm"
 TRITON = ROOT / "triton"
 TENSORRT_RTX = ROOT / "tensorrt-rtx"
 MODELOPT = ROOT / "modelopt"
+LLM_COMPRESSOR = ROOT / "llm-compressor"
 BROWSER = ROOT / "browser"
 
 TRITON_SERVER = TRITON / "server"

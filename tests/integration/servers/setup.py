@@ -1,6 +1,8 @@
 """Build the environments of the integration tests' real servers; needs only the standard library.
 
-    python tests/integration/servers/setup.py [vllm] [triton] [tensorrt-rtx] [modelopt] [browser]
+    python tests/integration/servers/setup.py [NAME ...]
+
+NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor or browser; without one, all are built.
 
 Each is built once: a stamp holds the hash of what it was built from, and an environment whose
 stamp still matches is left alone. `TORCH_INDEX_URL` (or `TORCH_INDEX`, as in the Makefile) names
@@ -20,6 +22,7 @@ from pathlib import Path
 import stub
 from layout import (
     BROWSER,
+    LLM_COMPRESSOR,
     MODELOPT,
     REPOSITORY,
     ROOT,
@@ -71,13 +74,22 @@ def build_tensorrt_rtx() -> None:
 
 
 def build_modelopt() -> None:
-    """ModelOpt in front of the packages of the environment that runs this, torch among them."""
-    create_environment(MODELOPT)
-    requirements = REQUIREMENTS / "requirements-modelopt.txt"
-    pip(MODELOPT, "install", "--no-deps", "-r", str(requirements))
-    add_path(MODELOPT, "octet-packages.pth", Path(sysconfig.get_paths()["purelib"]))
-    add_repository(MODELOPT)
+    build_peer(MODELOPT)
     check(MODELOPT, "import modelopt.torch.quantization, numba, octet, transformers")
+
+
+def build_llm_compressor() -> None:
+    build_peer(LLM_COMPRESSOR)
+    check(LLM_COMPRESSOR, "import llmcompressor, transformers")
+
+
+def build_peer(environment: Path) -> None:
+    """A quantizer in front of the packages of the environment that runs this, torch among them."""
+    create_environment(environment)
+    requirements = REQUIREMENTS / f"requirements-{environment.name}.txt"
+    pip(environment, "install", "--no-deps", "-r", str(requirements))
+    add_path(environment, "octet-packages.pth", Path(sysconfig.get_paths()["purelib"]))
+    add_repository(environment)
 
 
 def build_browser() -> None:
@@ -91,6 +103,7 @@ BUILDERS: dict[Path, Callable[[], None]] = {
     TRITON: build_triton,
     TENSORRT_RTX: build_tensorrt_rtx,
     MODELOPT: build_modelopt,
+    LLM_COMPRESSOR: build_llm_compressor,
     BROWSER: build_browser,
 }
 

@@ -14,7 +14,6 @@ from octet.proof.judge import judge
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from octet.recipe import PRESETS
-from tests.octet.proof import worlds
 from tests.octet.proof.worlds import (
     BARE,
     E4M3,

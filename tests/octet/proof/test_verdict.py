@@ -15,6 +15,7 @@ EXPECTED = Range(0.02, 0.01, 0.04)
         ("worse", 0.03, "other than expected: 0.03 "),  # as far away, in another direction
         ("worse", 0.001, "other than expected: 0.001 "),
         ("better", 0.03, "better than expected: 0.03 "),
+        ("better", 0.05, "other than expected: 0.05 "),
         ("as_expected", 0.03, "as expected: 0.03 "),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from octet.errors import RequestError
 from serve.backends.embedded import EmbeddedBackend
 from serve.config.proof import Proof
 from serve.engine.sampler import log_softmax
@@ -32,10 +33,14 @@ class Server(FakeOpenAI):
         self.stops: tuple[int, ...] = (END,)
         self.rotated = 0  # tokens from 100 on that its tokenizer names otherwise
         self.tokenizes = True
+        self.most = 20  # log-probabilities of a token
+        self.silent = False  # sends fewer, where it would refuse more
 
     async def _whole(self, wanted: Any, body: dict[str, Any]) -> Any:
         if "messages" in body:
             return await super()._whole(wanted, body)
+        if not self.silent and (body.get("logprobs") or 0) > self.most:
+            raise RequestError(f"logprobs must be at most {self.most}", param="logprobs")
         random = np.random.default_rng(len(self.requests))
         choices = [self._choice(body, random) for _ in range(body.get("n", 1))]
         prompt = len(body["prompt"].encode())
@@ -60,7 +65,7 @@ class Server(FakeOpenAI):
             )
             logits[list(set(ids[start:]))] -= settings.get("presence_penalty", 0.0)
             token = _draw(logits, settings, random)
-            best = np.argsort(-logprobs)[:20].tolist()
+            best = np.argsort(-logprobs)[: self.most].tolist()
             named = {f"token_id:{n}": float(logprobs[n]) for n in (*best, token)}
             tops.append(named)
             chosen.append(float(logprobs[token]))
@@ -150,6 +155,16 @@ async def test_a_default_that_the_artifact_does_not_have(
     view = await viewed(server(defaults=defaults), export)
     (line,) = view.differences
     assert line.startswith(named) and "`--generation-config`" in line
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refused", "sent"])
+async def test_five_log_probabilities_show_a_default_and_blame_none(
+    silent: bool, export: Path
+) -> None:
+    view = await viewed(server(most=5, silent=silent), export)
+    assert view == ClientView(tokens=view.tokens)
+    view = await viewed(server(most=5, silent=silent, defaults={"temperature": 0.0}), export)
+    assert [line.partition(" is not")[0] for line in view.differences] == ["its default sampling"]
 
 
 @pytest.mark.parametrize(

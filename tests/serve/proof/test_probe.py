@@ -140,8 +140,8 @@ async def test_fewer_log_probabilities_are_usable_and_said(silent: bool) -> None
     assert len(probed.responses) == len(RECORDS) and probed.alternatives == 5
     assert all(len(top) == 5 for r in probed.responses for top in r.tops)
     assert probed.notes == [
-        "it returns 5 log-probabilities of a token, not 20: what it says of less likely ones is"
-        " not known"
+        "it returns 5 log-probabilities of a token, not 20: the verdict is as certain, but changes"
+        " of less likely tokens alone are not seen"
     ]
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.serve.proof.fake_proofs import (
     served,
     write_proofs,
 )
+from tests.serve.proof.test_engine_report import vllm
 from tests.verify.server.verifying import Verify, serving, words
 
 
@@ -48,6 +50,23 @@ def test_who_does_not_answer_everything_is_not_right(verify: Verify, proofs: Pat
     assert "sent 24 golden prompts (4 answered)" in words(out)
     last = out.splitlines()[-1]
     assert last.startswith("inconclusive: 20 golden prompts were not answered; it stopped")
+
+
+def test_a_restart_between_prompts_proves_nothing(verify: Verify, proofs: Path) -> None:
+    """Also where both answer as they should: the second answered only a part."""
+    server = vllm()
+    page, answer = server.flavour.metrics, server._answer
+
+    async def restarting(request: Any, body: dict[str, Any]) -> Any:
+        later = page.replace("1.79527254546e+09", "1.79527259999e+09")
+        server.flavour = replace(server.flavour, metrics=later)
+        return await answer(request, body)
+
+    server._answer = restarting  # type: ignore[method-assign]
+    with serving(served(HONEST, server=server)):
+        code, out, _ = verify(server.url, "--golden", proofs)
+    last = out.splitlines()[-1]
+    assert code == 2 and last.startswith("inconclusive: it was restarted or reloaded")
 
 
 def test_prompts_that_failed_are_asked_again(verify: Verify, proofs: Path) -> None:

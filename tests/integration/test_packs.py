@@ -1,0 +1,112 @@
+"""Proof packs of the example as llm-compressor and ModelOpt themselves quantize it.
+
+llm-compressor's is served by the real vLLM. Its CPU build serves blocks of FP8, and neither FP8 by
+tensor nor FP4. ModelOpt's are computed by transformers with the weights as an engine decodes them.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from octet.proof.reference import load_proofs
+from tests.integration.conftest import EXAMPLE, octet
+from tests.integration.servers.launch import VllmServer
+from tests.integration.test_verify_peers import write
+from tests.integration.test_verify_url import verify
+from tests.shared import Shared
+from tests.verify.packs import (
+    Change,
+    changed,
+    drop_cache_scales,
+    drop_scales,
+    exchange_cache_scales,
+    judged,
+    load_one_slot,
+    served,
+    swap_nibbles,
+)
+
+MODEL = EXAMPLE / "model"
+SCHEME = "FP8_BLOCK+kv"
+FAULTS: Mapping[str, tuple[Change, str]] = {
+    # Named in two runs of three: vLLM's CPU kernel rounds otherwise than any simulated path.
+    "no cache scales": (drop_cache_scales, ""),
+    "K and V exchanged": (exchange_cache_scales, "k_scale used for values and v_scale for keys"),
+    "weight scales taken as 1": (drop_scales, "weight_scale was taken for 1"),
+}
+MODELOPT: Mapping[str, tuple[Change, str]] = {
+    "FP8_DEFAULT_CFG": (load_one_slot, "only the first got its scale"),
+    "NVFP4_DEFAULT_CFG": (swap_nibbles, "codes are read in the wrong order"),
+}
+
+
+def pack(quantized: Path, out: Path, *options: object) -> None:
+    octet(
+        *("golden", MODEL, "--quantized", quantized, "--out", out),
+        *("--samples", EXAMPLE / "samples" / "heldout.jsonl", *options),
+    )
+
+
+@pytest.fixture(scope="module")
+def of_llm_compressor(llm_compressor_python: Path, shared: Shared) -> Path:
+    """A directory with the checkpoint and its pack."""
+
+    def build(out: Path) -> None:
+        write(llm_compressor_python, "llm-compressor", MODEL, out, SCHEME)
+        pack(out / SCHEME, out / "pack")
+
+    return shared.directory("pack-llm-compressor", build)
+
+
+def test_a_vllm_of_llm_compressors_export_is_proven(
+    of_llm_compressor: Path, start_vllm: Callable[..., VllmServer]
+) -> None:
+    server = start_vllm(
+        of_llm_compressor / SCHEME, kv_cache_dtype="auto", generation_config="auto", threads=1
+    )
+    code, found = verify(server.url, "--golden", of_llm_compressor / "pack", "--all")
+    print(f"\n{found['verdict']['reason']}")
+    assert (code, found["verdict"]["outcome"], found["findings"]) == (0, "as_expected", [])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_vllm_with_a_loaders_fault_is_refused_and_the_fault_named(
+    fault: str,
+    of_llm_compressor: Path,
+    start_vllm: Callable[..., VllmServer],
+    tmp_path: Path,
+) -> None:
+    change, named = FAULTS[fault]
+    wrong = changed(of_llm_compressor / SCHEME, tmp_path / "wrong", change)
+    server = start_vllm(wrong, kv_cache_dtype="auto", generation_config="auto", threads=1)
+    code, found = verify(server.url, "--golden", of_llm_compressor / "pack")
+    print(f"\n{found['verdict']['reason']}")
+    assert code == 1 and found["verdict"]["outcome"] in ("better", "worse")
+    assert named in found["verdict"]["cause"]["sentence"]
+    assert any("the proof pack was made for" in line for line in found["findings"])
+
+
+@pytest.fixture(scope="module")
+def of_modelopt(modelopt_python: Path, shared: Shared) -> Path:
+    def build(out: Path) -> None:
+        write(modelopt_python, "modelopt", MODEL, out, *MODELOPT)
+        for name in MODELOPT:
+            pack(out / name, out / f"{name}.pack")
+
+    return shared.directory("pack-modelopt", build)
+
+
+@pytest.mark.parametrize("name", MODELOPT)
+def test_modelopts_export_is_proven_and_a_loaders_fault_named(
+    name: str, of_modelopt: Path, tmp_path: Path
+) -> None:
+    proofs = load_proofs(of_modelopt / f"{name}.pack")
+    right = judged(proofs, served(MODEL, of_modelopt / name, proofs))
+    print(f"\n{right.reason}")
+    assert right.outcome == "as_expected", right.reason
+    change, named = MODELOPT[name]
+    wrong = changed(of_modelopt / name, tmp_path / "wrong", change)
+    verdict = judged(proofs, served(MODEL, wrong, proofs))
+    print(verdict.reason)
+    assert verdict.outcome == "worse" and named in verdict.reason

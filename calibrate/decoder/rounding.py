@@ -35,12 +35,15 @@ def fake_quantize(
     once more.
     """
     fmt, size = FORMATS[scheme.format], scheme.group_size
-    real = x.float()
     if size is None:
         if scale is None:
-            scale = _absmax_scale(real.abs().amax(-1, keepdim=True), fmt)
-        return round_to(real / scale, fmt).mul_(scale).to(x.dtype)
-    columns = x.shape[-1]
+            scale = _absmax_scale(x.abs().amax(-1, keepdim=True).float(), fmt)
+        # With an axis, it makes the quotient float32. A GPU's memory is passed as rarely as can be.
+        scale = scale.view(-1) if scale.ndim == 0 else scale
+        rounded = round_to(x / scale, fmt)
+        same = rounded.dtype == x.dtype
+        return torch.mul(rounded, scale, out=rounded if same else torch.empty_like(x))
+    real, columns = x.float(), x.shape[-1]
     short = -columns % size  # missing from a whole group, filled with zeros
     tiles = (pad(real, (0, short)) if short else real).reshape(*x.shape[:-1], -1, size)
     if scale is None:

@@ -153,7 +153,7 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
     options, plan = job.options, job.inputs.plan
     if options.algorithm is not None and job.group.world > 1:
         raise ConfigError("--algorithm runs in one process: start it without torchrun")
-    check_finite(job.checkpoint, job.console)
+    check_finite(job.checkpoint, job.console, job.group)
     changed = changed_model(
         job.checkpoint,
         options.algorithm,

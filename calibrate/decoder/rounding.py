@@ -5,6 +5,9 @@ conventions: `real = stored * scale [* global_scale]`, everything in float32, th
 its scale, rounded to nearest even and saturated. A NaN stays a NaN, even if the format has none.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,13 +39,12 @@ def fake_quantize(
     """
     fmt, size = FORMATS[scheme.format], scheme.group_size
     if size is None:
+        if x.is_cuda and (round_rows := _on_gpu()) is not None:
+            return round_rows(x, fmt, scale)
+        real = x.float()
         if scale is None:
-            scale = _absmax_scale(x.abs().amax(-1, keepdim=True).float(), fmt)
-        # With an axis, it makes the quotient float32. A GPU's memory is passed as rarely as can be.
-        scale = scale.view(-1) if scale.ndim == 0 else scale
-        rounded = round_to(x / scale, fmt)
-        same = rounded.dtype == x.dtype
-        return torch.mul(rounded, scale, out=rounded if same else torch.empty_like(x))
+            scale = _absmax_scale(real.abs().amax(-1, keepdim=True), fmt)
+        return round_to(real / scale, fmt).mul_(scale).to(x.dtype)
     real, columns = x.float(), x.shape[-1]
     short = -columns % size  # missing from a whole group, filled with zeros
     tiles = (pad(real, (0, short)) if short else real).reshape(*x.shape[:-1], -1, size)
@@ -98,6 +100,16 @@ def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
     step = step.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
     x = x.div_(step)
     return (x.trunc_() if toward_zero else x.round_()).mul_(step)
+
+
+@cache
+def _on_gpu() -> Callable[[Tensor, Format, Tensor | None], Tensor] | None:
+    """Returns `calibrate.decoder.round_rows.round_rows`, or None without Triton."""
+    try:
+        from calibrate.decoder.round_rows import round_rows
+    except ImportError:  # torch's CUDA builds bring it, but not on every system
+        return None
+    return round_rows
 
 
 def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:

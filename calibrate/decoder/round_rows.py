@@ -10,6 +10,7 @@ the linear itself. The arithmetic is that of `calibrate.decoder.rounding`, to th
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from octet.numerics.formats import Format
 
@@ -57,9 +58,7 @@ def _kernel(
         # The step between values is 2^(floor(log2|x|) - mantissa bits), see `round_to`.
         power = (code.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         unit = tl.maximum(power, smallest) * step
-        steps = tl.div_rn(code, unit)
-        steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest integer, ties to even
-        code = steps * unit
+        code = libdevice.rint(tl.div_rn(code, unit)) * unit
         tl.store(out + at, (code * scale).to(out.dtype.element_ty), mask=at < columns)
 
 

@@ -52,7 +52,7 @@ PHASES = {  # attributes of `pipeline`, and what each is called here
     "read_inputs": "samples",
     "check_finite": "finite check",
     "observe_checkpoint": "observing",
-    "_golden_part": "golden records",
+    "_golden_records": "golden records",
     "solve": "scales",
     "report_on": "report",
     "_predict": "predictions",

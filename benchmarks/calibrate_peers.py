@@ -3,19 +3,23 @@
 Each flow is a process of its own, started in alternating rounds on the same checkpoint (see
 calibrate_at_size.py, which makes one) and the same 256 samples: start, load, calibrate, export.
 ModelOpt and llm-compressor quantize per tensor with static activations, their standard FP8 flow;
-ours is `fp8-static`, once without and once with predictions, golden records in both.
+ours is `fp8-static`, once without and once with predictions, golden records in both. With `--gpus
+2`, two flows of a round run at the same time, each on a GPU and half of the cores; they change
+places in every round.
 
-    python benchmarks/calibrate_peers.py --model DIR [--rounds 5] [--output FILE]
+    python benchmarks/calibrate_peers.py --model DIR [--rounds 5] [--gpus 1] [--output FILE]
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--flows", default=",".join(FLOWS), help="what to compare, by commas")
+    parser.add_argument("--gpus", type=int, default=1, help="flows that run at the same time")
     parser.add_argument("--flow", choices=FLOWS, help="run this one, to --out, and end")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--output", type=Path)
@@ -35,24 +40,47 @@ def main() -> None:
     if options.flow:
         FLOWS[options.flow](options.model, options.out)
         return
-    times: dict[str, list[float]] = {name: [] for name in options.flows.split(",")}
+    names = options.flows.split(",")
+    times: dict[str, list[float]] = {name: [] for name in names}
     sizes: dict[str, float] = {}
-    for _ in range(options.rounds):
-        for name in times:
-            with tempfile.TemporaryDirectory(prefix="octet-", dir=options.model.parent) as where:
-                out = Path(where) / "out"
-                command = [sys.executable, __file__, "--model", str(options.model)]
-                started = time.perf_counter()
-                subprocess.run([*command, "--flow", name, "--out", str(out)], check=True)
-                times[name].append(time.perf_counter() - started)
-                sizes[name] = sum(x.stat().st_size for x in out.rglob("*.safetensors")) / 1e9
-                print(f"{name}: {times[name][-1]:.1f} s, {sizes[name]:.1f} GB", flush=True)
+    for number in range(options.rounds):
+        with ThreadPoolExecutor(options.gpus) as pool:
+            running = {
+                name: pool.submit(
+                    flow, name, options.model, (place + number) % options.gpus, options
+                )
+                for place, name in enumerate(names)
+            }
+        for name, done in running.items():
+            seconds, sizes[name] = done.result()
+            times[name].append(seconds)
+            print(f"{name}: {seconds:.1f} s, {sizes[name]:.1f} GB", flush=True)
         if options.output:  # after every round, in case the machine goes away
-            write(times, sizes, options.output)
-    write(times, sizes, options.output)
+            write(times, sizes, options)
+    write(times, sizes, options)
 
 
-def write(times: dict[str, list[float]], sizes: dict[str, float], output: Path | None) -> None:
+def flow(name: str, model: Path, place: int, options: argparse.Namespace) -> tuple[float, float]:
+    """Runs a flow on a GPU and cores of its own; returns its seconds, and gigabytes written."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // options.gpus
+    with tempfile.TemporaryDirectory(prefix="octet-", dir=model.parent) as where:
+        out = Path(where) / "out"
+        command = [sys.executable, __file__, "--model", str(model)]
+        environment = dict(os.environ)
+        if options.gpus > 1:
+            own = cores[place * share : (place + 1) * share]
+            command = ["taskset", "-c", ",".join(map(str, own)), *command]
+            environment["CUDA_VISIBLE_DEVICES"] = str(place)
+        started = time.perf_counter()
+        subprocess.run([*command, "--flow", name, "--out", str(out)], check=True, env=environment)
+        seconds = time.perf_counter() - started
+        return seconds, sum(x.stat().st_size for x in out.rglob("*.safetensors")) / 1e9
+
+
+def write(
+    times: dict[str, list[float]], sizes: dict[str, float], options: argparse.Namespace
+) -> None:
     import torch
     from card import conditions, report
 
@@ -64,6 +92,7 @@ def write(times: dict[str, list[float]], sizes: dict[str, float], output: Path |
         peers=software("nvidia-modelopt", "llmcompressor", "compressed-tensors"),
         samples=f"{COUNT} of the example's, up to {MAX_LENGTH} tokens, batches of {BATCH}",
         figures="seconds of a whole process; medians over alternating rounds",
+        **({"at the same time": f"{options.gpus} flows"} if options.gpus > 1 else {}),
     )
     rows = [
         {
@@ -73,11 +102,12 @@ def write(times: dict[str, list[float]], sizes: dict[str, float], output: Path |
             "fastest s": min(found),
             "slowest s": max(found),
             "checkpoint GB": sizes[name],
+            "each s": found,
         }
         for name, found in times.items()
         if found
     ]
-    report("calibrate_peers", card, rows, output)
+    report("calibrate_peers", card, rows, options.output)
 
 
 def octet_flow(model: Path, out: Path, *, predict: bool) -> None:

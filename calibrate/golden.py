@@ -23,7 +23,6 @@ from transformers import DynamicCache
 from calibrate.decoder.experts import watch_experts
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.weights import LayerWeights, free_memory
-from calibrate.journal.distributed import Group
 from calibrate.samples.golden_prompts import CONTINUATION
 from calibrate.simulate.schedule import fault_records
 from octet.artifacts.coverage import coverage
@@ -33,7 +32,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
 from octet.progress import Spread
 
-__all__ = ["described", "examined", "golden_set", "joined", "share"]
+__all__ = ["described", "examined", "golden_set"]
 
 TOP = 20
 
@@ -91,28 +90,6 @@ def golden_set(
     )
 
 
-def share(
-    prompts: Sequence[tuple[str, list[int]]], group: Group
-) -> Sequence[tuple[str, list[int]]]:
-    """Returns the prompts whose records this rank computes.
-
-    If there are other ranks, rank 0 has none, because it derives scales meanwhile. Prompts that one
-    process continues together on a CPU stay together, so that the records have the same bits.
-    """
-    return [x for number, x in enumerate(prompts) if _rank_of(number, group.world) == group.rank]
-
-
-def joined(parts: Sequence[GoldenSet]) -> GoldenSet:
-    """Puts the records of every rank's `share` into the order of the prompts.
-
-    `parts[rank]` are the records of that rank.
-    """
-    left = [iter(part.records) for part in parts]
-    total = sum(len(part.records) for part in parts)
-    records = tuple(next(left[_rank_of(number, len(parts))]) for number in range(total))
-    return parts[0].model_copy(update={"records": records})
-
-
 def described(golden: GoldenSet, scope: Scope, lists: Collection[int]) -> GoldenSet:
     """Adds what prompts could cover; those in `lists`, which are no text, lose their likelihood."""
     records = tuple(
@@ -133,11 +110,6 @@ def examined(golden: GoldenSet) -> str:
         f"The {len(golden.records)} golden prompts examine {whole.text}. The {len(few)} that an"
         f" admission sends first examine {first.text}."
     )
-
-
-def _rank_of(number: int, world: int) -> int:
-    """Returns the rank that computes the record of a prompt."""
-    return 0 if world == 1 else 1 + number // _FEWEST % (world - 1)
 
 
 class _Group:

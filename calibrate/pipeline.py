@@ -14,9 +14,9 @@ from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
-from calibrate.golden import described, examined, golden_set, joined, share
+from calibrate.golden import described, examined, golden_set
 from calibrate.job import Job
-from calibrate.journal.distributed import gpu_failures, process_group
+from calibrate.journal.distributed import Group, gpu_failures, process_group
 from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
 from calibrate.journal.journal import discard, stale
 from calibrate.journal.steps import Steps
@@ -29,7 +29,7 @@ from calibrate.report.console import print_report
 from calibrate.report.document import Report
 from calibrate.samples.inputs import Inputs, read_inputs
 from calibrate.scales.derive import check_finite
-from calibrate.scales.folding import find_folds, shifted
+from calibrate.scales.folding import Folding, find_folds, shifted
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
 from calibrate.write_report import PAGE, keep_evidence, report_files, report_on
@@ -69,12 +69,16 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
         job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
-        changed, observed, seconds = _observe(job)
-        changed, observed = _fold(job, changed, observed)
+        changed = _changed(job)
         steps = _steps(job)
-        golden, solved = _solve(job, changed, observed, steps)
+        golden, observed, seconds = _observe(job, changed, steps)
+        changed, observed = _fold(job, changed, observed)
+        mine = group.rank == 0
+        solved = group.attempt(
+            lambda: _solve(job, changed, observed, golden, steps) if mine else None
+        )
         prediction = _predict(job, changed, golden, solved, steps) if options.predict else None
-        if solved is None:
+        if solved is None or observed is None:
             return None
         solution, report = solved
         expected = prediction.expected if prediction else None
@@ -148,17 +152,17 @@ def _say(console: Console | None, line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
-    """Changes the weights if an algorithm is wanted, and counts; also returns seconds counting."""
-    options, plan = job.options, job.inputs.plan
+def _changed(job: Job) -> ChangedModel:
+    """Checks the weights, and changes them if an algorithm is wanted."""
+    options = job.options
     if options.algorithm is not None and job.group.world > 1:
         raise ConfigError("--algorithm runs in one process: start it without torchrun")
-    check_finite(job.checkpoint, job.console)
-    changed = changed_model(
+    check_finite(job.checkpoint, job.console, job.group)
+    return changed_model(
         job.checkpoint,
         options.algorithm,
         options.recipe,
-        plan.batches,
+        job.inputs.plan.batches,
         options.progress / "algorithm",
         dtype=job.dtype,
         device=job.device,
@@ -166,6 +170,46 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
         force=options.force,
         console=job.console,
     )
+
+
+def _observe(
+    job: Job, changed: ChangedModel, steps: Steps
+) -> tuple[GoldenSet, Observed | None, float]:
+    """Computes golden records, and counts activations; also returns the seconds of counting.
+
+    If there are several ranks, the last one computes the golden records, and counts nothing, while
+    the others count.
+    """
+    prompts, group = job.inputs.prompts, job.group
+    inputs = json.dumps(prompts)
+    kept = group.on_first(partial(steps.load, "golden", inputs))
+    apart = group.world > 1 and not kept
+    observers: Group | None = group
+    if apart:
+        observers = group.without_last()
+        _say(job.console, "the last process computes golden records, while the others count")
+
+    def work() -> tuple[GoldenSet | None, Observed | None, float]:
+        observed, seconds = None, 0.0
+        golden = GoldenSet.model_validate_json(kept[0]) if kept else None
+        if observers is not None:
+            observed, seconds = _count(job, changed, observers)
+        if golden is None and (observers is None or not apart):
+            golden = _golden_records(job)
+        return golden, observed, seconds
+
+    golden, observed, seconds = group.attempt(work)
+    golden = group.gather(golden)[-1]
+    assert golden is not None
+    if not kept:  # before a gate or an interruption can end the run
+        text = golden.model_dump_json()
+        group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
+    return described(golden, job.inputs.scope, job.inputs.lists), observed, seconds
+
+
+def _count(job: Job, changed: ChangedModel, observers: Group) -> tuple[Observed, float]:
+    """Counts activations, as one of `observers`; also returns the seconds that it took."""
+    options, plan = job.options, job.inputs.plan
     make_counter(job.device, 1).close()  # compiles now: the timing below is of counting alone
     with progress_bar(job.console, "Calibrating", plan.tokens) as advance:
         started = time.perf_counter()
@@ -181,16 +225,33 @@ def _observe(job: Job) -> tuple[ChangedModel, Observed, float]:
             journal=options.progress / LAYERS,
             restart=options.restart,
             force=options.force,
-            group=job.group,
+            group=observers,
             advance=advance,
         )
-    return changed, observed, time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return replace(observed, facts=observed.facts | {"processes": job.group.world}), seconds
 
 
-def _fold(job: Job, changed: ChangedModel, observed: Observed) -> tuple[ChangedModel, Observed]:
+def _golden_records(job: Job) -> GoldenSet:
+    prompts = job.inputs.prompts
+    console = job.console if job.group.world == 1 else None
+    tokens = sum(len(ids) for _, ids in prompts)
+    with progress_bar(console, "Golden records", tokens) as advance:
+        return golden_set(
+            job.checkpoint, prompts, device=job.device, weights=job.weights, advance=advance
+        )
+
+
+def _fold(
+    job: Job, changed: ChangedModel, observed: Observed | None
+) -> tuple[ChangedModel, Observed | None]:
     """Folds what cache scales there are into the weights; everything after sees that model."""
-    checkpoint, observations = changed.checkpoint, observed.observations
-    find = partial(find_folds, checkpoint, observed.histograms, observations, changed.scales)
+    checkpoint = changed.checkpoint
+
+    def find() -> Folding:
+        assert observed is not None  # by the first rank
+        return find_folds(checkpoint, observed.histograms, observed.observations, changed.scales)
+
     folding = job.group.on_first(find)
     changed = replace(changed, unfolded=folding.refused)
     if not folding.folds:
@@ -202,8 +263,10 @@ def _fold(job: Job, changed: ChangedModel, observed: Observed) -> tuple[ChangedM
         checkpoint=checkpoint.with_folds(folding.folds),
         details=changed.details | {"folded": folding.folds},
     )
-    counts = shifted(folding.folds, observed.histograms, observations)
-    return changed, replace(observed, histograms=counts)
+    if observed is not None:
+        counts = shifted(folding.folds, observed.histograms, observed.observations)
+        observed = replace(observed, histograms=counts)
+    return changed, observed
 
 
 def _steps(job: Job) -> Steps:
@@ -215,54 +278,22 @@ def _steps(job: Job) -> Steps:
 
 
 def _solve(
-    job: Job, changed: ChangedModel, observed: Observed, steps: Steps
-) -> tuple[GoldenSet, tuple[Solution, Report] | None]:
-    """Computes golden records, and on rank 0 the scales and their report.
+    job: Job,
+    changed: ChangedModel,
+    observed: Observed | None,
+    golden: GoldenSet,
+    steps: Steps,
+) -> tuple[Solution, Report]:
+    """Derives the scales, and reports on them.
 
-    If there are other ranks, they compute the golden records while rank 0 derives scales. Raises
-    GateError if the recipe costs more than the gate allows.
+    Raises GateError, and keeps the evidence, if the recipe costs more than the gate allows.
     """
-    prompts, group = job.inputs.prompts, job.group
-    inputs = json.dumps(prompts)
-    kept = group.on_first(partial(steps.load, "golden", inputs))
-    if group.world > 1 and not kept:
-        _say(job.console, "the other processes compute golden records, while this one finds scales")
-
-    def work() -> tuple[GoldenSet, tuple[Solution, Report] | None]:
-        golden = GoldenSet.model_validate_json(kept[0]) if kept else _golden_part(job)
-        if group.world == 1 and not kept:  # before a gate or an interruption can end the run
-            steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
-        if group.rank != 0:
-            return golden, None
-        solution = solve(job, changed, observed, steps)
-        return golden, (solution, report_on(job, changed, solution, observed))
-
-    golden, solved = group.attempt(work)
-    if group.world > 1 and not kept:
-        golden = joined(group.gather(golden))
-        text = golden.model_dump_json()
-        group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
-    golden = described(golden, job.inputs.scope, job.inputs.lists)
-    group.on_first(partial(_require_gate, job, golden, solved))
-    return golden, solved
-
-
-def _golden_part(job: Job) -> GoldenSet:
-    """Returns the golden records that this rank computes."""
-    prompts = share(job.inputs.prompts, job.group)
-    tokens = sum(len(ids) for _, ids in prompts)
-    with progress_bar(job.console if prompts else None, "Golden records", tokens) as advance:
-        return golden_set(
-            job.checkpoint, prompts, device=job.device, weights=job.weights, advance=advance
-        )
-
-
-def _require_gate(job: Job, golden: GoldenSet, solved: tuple[Solution, Report] | None) -> None:
-    """Raises GateError, and keeps the evidence, if the recipe costs more than the gate allows."""
-    assert solved is not None
-    solution, report = solved
+    assert observed is not None  # by the first rank
+    solution = solve(job, changed, observed, steps)
+    report = report_on(job, changed, solution, observed)
     if solution.gate is not None and not solution.gate.met:
         raise _refused(job, solution, report, golden)
+    return solution, report
 
 
 def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) -> GateError:

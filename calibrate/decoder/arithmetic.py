@@ -111,10 +111,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Float32Linear(nn.Linear):
-    """A linear of a float32 model; its weight may be bfloat16 on a GPU."""
+    """A linear of a float32 model; its weight may be bfloat16 on a GPU.
+
+    A `scale`, float32 [] or [N, 1], multiplies the weight.
+    """
+
+    scale: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        if self.scale is None:
+            return linear(input, self.weight, self.bias)
+        found = linear(input, self.weight).mul_(self.scale.flatten())
+        return found if self.bias is None else found.add_(self.bias)
 
 
 def fit_threads(recorded: int | None = None) -> None:

@@ -5,6 +5,9 @@ conventions: `real = stored * scale [* global_scale]`, everything in float32, th
 its scale, rounded to nearest even and saturated. A NaN stays a NaN, even if the format has none.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -35,12 +38,14 @@ def fake_quantize(
     once more.
     """
     fmt, size = FORMATS[scheme.format], scheme.group_size
-    real = x.float()
     if size is None:
+        if x.is_cuda and (round_rows := _on_gpu()) is not None:
+            return round_rows(x, fmt, scale)
+        real = x.float()
         if scale is None:
             scale = _absmax_scale(real.abs().amax(-1, keepdim=True), fmt)
         return round_to(real / scale, fmt).mul_(scale).to(x.dtype)
-    columns = x.shape[-1]
+    real, columns = x.float(), x.shape[-1]
     short = -columns % size  # missing from a whole group, filled with zeros
     tiles = (pad(real, (0, short)) if short else real).reshape(*x.shape[:-1], -1, size)
     if scale is None:
@@ -95,6 +100,16 @@ def round_to(x: Tensor, fmt: Format, *, toward_zero: bool = False) -> Tensor:
     step = step.clamp_(min=fmt.smallest_normal).mul_(2.0**-fmt.mantissa_bits)
     x = x.div_(step)
     return (x.trunc_() if toward_zero else x.round_()).mul_(step)
+
+
+@cache
+def _on_gpu() -> Callable[[Tensor, Format, Tensor | None], Tensor] | None:
+    """Returns `calibrate.decoder.round_rows.round_rows`, or None without Triton."""
+    try:
+        from calibrate.decoder.round_rows import round_rows
+    except ImportError:  # torch's CUDA builds bring it, but not on every system
+        return None
+    return round_rows
 
 
 def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:

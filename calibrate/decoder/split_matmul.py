@@ -54,7 +54,7 @@ def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
             found += _product(torch.cat(ours), factor).view(len(ours), *found.shape).sum(0)
         else:
             for part in reversed(ours):
-                found += _product(part, factor)
+                _add_product(found, part, factor)
     found += _in_groups(parts[0], weights[0])
     if bias is not None:
         found += bias
@@ -72,7 +72,7 @@ def _in_groups(x: Tensor, weight: Tensor) -> Tensor:
     found = _product(x[:, :_TERMS], weight[:, :_TERMS].T)
     for start in range(_TERMS, terms, _TERMS):
         some = slice(start, start + _TERMS)
-        found += _product(x[:, some], weight[:, some].T)
+        _add_product(found, x[:, some], weight[:, some].T)
     return found
 
 
@@ -81,3 +81,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return (torch.bmm if a.dim() > 2 else torch.mm)(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds the float32 product of two bfloat16 matrices to `total`; on a GPU in the same kernel."""
+    if a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a.float() @ b.float()

@@ -22,8 +22,8 @@ from octet.storage.tensors import Tensor
 __all__ = ["LayerWeights", "free_memory"]
 
 _CPU_BYTES = 1 << 30
-_AHEAD = 2  # layers that are read before their turn
-_READERS = 8  # threads, at most
+_AHEAD = 4  # layers that are read before their turn: a dozen large tensors, each by one thread
+_READERS = 16  # threads, at most
 
 # A GPU's memory that is left to everything but the layers: activations (a share of it, up to so
 # many bytes), some layers in float32 and with quantized weights, and the output head.

@@ -2,7 +2,7 @@
 
 Adding integers gives the same sum in any order, so N processes produce exactly the histograms of
 one process. Objects are sent through gloo on the CPU; counts too, or through NCCL between GPUs.
-They also share the golden prompts, and the scenarios that predictions simulate.
+One of them computes the golden records instead, and all share the scenarios of the predictions.
 """
 
 import gc
@@ -84,23 +84,33 @@ class Group:
         result: T = self.gather(self.attempt(work if self.rank == 0 else lambda: None))[0]
         return result
 
+    def without_last(self) -> "Group | None":
+        """Returns a group of all ranks but the last, which gets None; every rank calls it."""
+        return None
+
 
 class TorchGroup(Group):
-    """The ranks of torch.distributed's default group."""
+    """The ranks of a group of torch.distributed that begins with rank 0, by default of all."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.world = torch.distributed.get_world_size()
-        self._device = device
+    def __init__(self, device: torch.device, ranks: Any = None) -> None:
+        self.rank = torch.distributed.get_rank(ranks)
+        self.world = torch.distributed.get_world_size(ranks)
+        self._device, self._ranks = device, ranks
+
+    def without_last(self) -> Group | None:
+        ranks = torch.distributed.new_group(list(range(self.world - 1)), timeout=_PATIENCE)
+        if self.rank == self.world - 1:
+            return None
+        return TorchGroup(self._device, ranks) if self.world > 2 else Group()
 
     def gather(self, item: Any) -> list[Any]:
         found: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(found, item)
+        torch.distributed.all_gather_object(found, item, group=self._ranks)
         return found
 
     def sum(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         total = torch.from_numpy(counts).to(self._device, copy=True)
-        torch.distributed.all_reduce(total)
+        torch.distributed.all_reduce(total, group=self._ranks)
         summed: NDArray[np.int64] = total.cpu().numpy()
         return summed
 
@@ -109,7 +119,7 @@ class TorchGroup(Group):
         found = dict(arrays)
         for name, shape in self.gather({k: x.shape for k, x in arrays.items()})[0].items():
             sent = np.require(found.get(name, np.empty(shape, np.float32)), np.float32, ["C", "W"])
-            torch.distributed.broadcast(torch.from_numpy(sent), 0)
+            torch.distributed.broadcast(torch.from_numpy(sent), 0, group=self._ranks)
             found[name] = sent
         return found
 

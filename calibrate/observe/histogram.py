@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Literal
 
@@ -41,6 +41,10 @@ class Histogram:
 
     def finite(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Returns the finite magnitudes that occur, ascending float32[n], and counts int64[n]."""
+        return self._finite
+
+    @cached_property
+    def _finite(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         counts = self.counts[: _inf_code(self.code_dtype)]
         present = np.flatnonzero(counts)
         return magnitudes(self.code_dtype)[present], counts[present]

@@ -9,6 +9,7 @@ value, so no more elements become zero than under that scale.
 
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from calibrate.observe.histogram import SMALL, CodeDtype, Histogram, magnitudes
 from calibrate.scales.activations import METHODS, Quality, find_scale, measure
 from calibrate.scales.tensor_scheme import ObservedScheme, scheme_of
 from octet.artifacts.calibration import Observation
+from octet.hardware.cores import usable_cores
 from octet.recipe import Recipe, ScaleMethod
 
 __all__ = [
@@ -123,8 +125,10 @@ def report_tensors(
     measured = {
         linear: unit for unit in (sensitivity or {}).get("units", ()) for linear in unit["linears"]
     }
-    return {
-        name: _report(
+
+    def report(name: str) -> TensorReport:
+        observation = observations[name]
+        return _report(
             name,
             observation,
             scheme_of(recipe, observation),
@@ -133,8 +137,10 @@ def report_tensors(
             (global_scales or {}).get(name),
             measured.get(observation.consumers[0], {}) if observation.kind == "input" else {},
         )
-        for name, observation in observations.items()
-    }
+
+    # Each search of a scale takes milliseconds, most of them without the interpreter's lock.
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        return dict(zip(observations, pool.map(report, observations), strict=True))
 
 
 def distribution(histogram: Histogram) -> dict[str, Any]:

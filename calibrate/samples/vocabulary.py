@@ -16,6 +16,7 @@ __all__ = ["Unlisted"]
 
 _TRIES = 16  # ids that are tried after another before the first of them is left out
 _SPARE = 4  # one more id than wanted for every so many, because not all fit
+_AT_ONCE = 4  # of those tries, which the tokenizer encodes in one call
 
 
 class Unlisted:
@@ -42,7 +43,7 @@ class Unlisted:
         left = self._ids[:length][::-1] + self._ids[length:more]
         unfit = set[int]()
         while left and len(found) < length:
-            fitting = next((i for i in left[:_TRIES] if self._fits([*found, i])), None)
+            fitting = self._first_fitting(found, left[:_TRIES])
             if fitting is None:
                 unfit.add(left[0])
             else:
@@ -51,9 +52,18 @@ class Unlisted:
         self._ids.sort(key=unfit.__contains__)  # later lists try them last
         return found
 
-    def _fits(self, ids: list[int]) -> bool:
-        """Returns whether the text of `ids` encodes to them."""
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return bool(self._tokenizer(text)["input_ids"] == ids)
+    def _first_fitting(self, found: list[int], tried: list[int]) -> int | None:
+        """Returns the first of `tried` that can follow `found`: their text encodes to them."""
+        for start in range(0, len(tried), _AT_ONCE):
+            lists = [[*found, i] for i in tried[start : start + _AT_ONCE]]
+            texts = [
+                self._tokenizer.decode(
+                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                for ids in lists
+            ]
+            encoded = self._tokenizer(texts, return_attention_mask=False)["input_ids"]
+            for ids, again in zip(lists, encoded, strict=True):
+                if again == ids:
+                    return ids[-1]
+        return None

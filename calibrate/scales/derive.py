@@ -1,7 +1,9 @@
 """Derives the scales of a recipe from weights and histograms; `real = stored * scale`."""
 
+import os
+import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Self
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from calibrate.decoder.weights import LayerWeights
+from calibrate.journal.distributed import Group
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.activations import find_scale, measure
 from calibrate.scales.weights import WeightScale, weight_scales
@@ -23,7 +26,7 @@ from octet.numerics import formats, microscaling, scaling
 from octet.numerics.scaling import Granularity
 from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
-from octet.storage.tensors import Tensor
+from octet.storage.tensors import Tensor, TensorFile
 
 __all__ = [
     "Quantization",
@@ -156,11 +159,35 @@ def _fitted_weight(
     return WeightScale(scale, scheme.format, float(sqnr_db), shared)
 
 
-def check_finite(checkpoint: Checkpoint, console: Console | None = None) -> None:
+def check_finite(
+    checkpoint: Checkpoint, console: Console | None = None, group: Group | None = None
+) -> None:
     """Raises NumericsError, naming the tensor, if one of the checkpoint's own holds NaN or Inf.
 
-    Reads each file once, and hashes it meanwhile: `checkpoint.weight_hashes` need not read it.
+    Reads each file once, and hashes it meanwhile: `checkpoint.weight_hashes` need not read it. The
+    ranks of `group` that see the same files, on one machine, share them.
     """
+    group = group or Group()
+    shards = checkpoint.shards
+    mine = range(len(shards))
+    if group.world > 1 and len(set(group.gather(_identity_of_files(checkpoint)))) == 1:
+        mine = mine[group.rank :: group.world]
+    bad = group.attempt(lambda: _scan([shards[number] for number in mine], console))
+    for others, digests in group.gather((bad, {number: shards[number].digests for number in mine})):
+        bad |= others
+        for number, known in digests.items():
+            shards[number].digests = known
+
+    def refuse() -> None:
+        for name in checkpoint.tensor_names:
+            if name in bad:
+                scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
+
+    group.attempt(refuse)
+
+
+def _scan(shards: Sequence[TensorFile], console: Console | None) -> set[str]:
+    """Reads files once, and hashes them; returns the names of tensors that hold NaN or Inf."""
     bad: set[str] = set()
     stopped = threading.Event()
 
@@ -170,19 +197,24 @@ def check_finite(checkpoint: Checkpoint, console: Console | None = None) -> None
         if not _is_finite(part):
             bad.add(name)
 
-    size = sum(len(shard.contents) for shard in checkpoint.shards)
+    size = sum(len(shard.contents) for shard in shards)
     with (
         progress_bar(console, "Reading weights", size, "bytes") as advance,
         ThreadPoolExecutor(usable_cores()) as pool,
     ):
         try:
-            list(pool.map(lambda shard: shard.scan(inspect, advance), checkpoint.shards))
+            list(pool.map(lambda shard: shard.scan(inspect, advance), shards))
         except BaseException:  # Ctrl-C: the pool waits for its threads
             stopped.set()
             raise
-    for name in checkpoint.tensor_names:
-        if name in bad:
-            scaling.absmax(checkpoint.read(name).float32(), scaling.TENSOR, name=name)
+    return bad
+
+
+def _identity_of_files(checkpoint: Checkpoint) -> str:
+    """Returns what is equal on two ranks only if they read the same files."""
+    found = [os.stat(shard.path) for shard in checkpoint.shards]
+    files = [(x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns) for x in found]
+    return repr((platform.node(), files))
 
 
 def check_alive(

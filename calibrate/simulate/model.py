@@ -45,6 +45,8 @@ Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weight a
 # weights(name) -> float32 [N, K], dequantized from the exported file; None: follow the recipe
 Weights: TypeAlias = Callable[[str], NDArray[np.float32] | None]
 
+_ROUNDED = 2.0**-22  # relative error of a few float32 products and quotients
+
 
 @contextmanager
 def simulate(model: Any, spec: ModelSpec, recipe: Recipe, scales: Scales) -> Iterator[None]:
@@ -140,6 +142,17 @@ class LayerSimulator:
             found |= decoded_weights({name: own.float()}, self.schemes, self.scales)
         return found
 
+    def factors(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Returns the float32 scales of whole weights, [], or of their rows, [N, 1], by linear."""
+        found = {}
+        for name in names:
+            scale = self.scales.get(f"{name}.weight_global_scale")
+            if scale is None and self.schemes[name][0].granularity in ("tensor", "channel"):
+                scale = self.scales.get(f"{name}.weight_scale")
+            if scale is not None:
+                found[name] = scale
+        return found
+
     @contextmanager
     def rounding(
         self,
@@ -197,9 +210,17 @@ def decoded_weights(
 
 @contextmanager
 def replace_weights(
-    layer: nn.Module, prefix: str, spec: ModelSpec, weights: Mapping[str, Tensor]
+    layer: nn.Module,
+    prefix: str,
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
-    """While active, linears of `layer` use `weights` [N, K], in each linear's own dtype."""
+    """While active, linears of `layer` use `weights` [N, K], in each linear's own dtype.
+
+    `scales`, [] or [N, 1], are factors of weights by linear: see `_in_bfloat16`.
+    """
+    scales = scales or {}
     with ExitStack() as stack:
         mine = [name for name in weights if ".experts." in name]
         if mine:  # fused in one tensor: all of the layer's experts are copied
@@ -211,10 +232,29 @@ def replace_weights(
                 views[name].copy_(weights[name])
         for name in weights.keys() - set(mine):
             module: Any = layer.get_submodule(name.removeprefix(f"{prefix}."))
-            float32 = isinstance(module, Float32Linear)
-            weight = weights[name].to(torch.float32 if float32 else module.weight.dtype)
+            if isinstance(module, Float32Linear):
+                weight = weights[name].float()
+                if weight.is_cuda:
+                    weight, module.scale = _in_bfloat16(weight, scales.get(name))
+                    stack.callback(setattr, module, "scale", None)
+            else:
+                weight = weights[name].to(module.weight.dtype)
             stack.enter_context(_parameter(module, "weight", weight))
         yield
+
+
+def _in_bfloat16(weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns a float32 `weight` as bfloat16 codes and their `scale`, if they hold it.
+
+    A GPU multiplies bfloat16 weights twice as fast as float32 ones, see
+    `calibrate.decoder.split_matmul`. Codes of 8 bits and fewer are exact in bfloat16, and so are
+    their products with scales of few bits; a scale in float32 has to be a factor. The result may
+    differ from `weight` by what float32 rounds in multiplying the two.
+    """
+    codes = (weight if scale is None else weight / scale).bfloat16()
+    real = codes.float() if scale is None else codes.float() * scale
+    near = (real - weight).abs_() <= _ROUNDED * weight.abs()
+    return (codes, scale) if bool(near.all()) else (weight, None)
 
 
 @contextmanager

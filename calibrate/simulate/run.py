@@ -190,7 +190,8 @@ class _Bench:
                 weights = faulty_weights(decoded, mine, self._served.scales, self._spec, scenario)
             layer = layers[dtype]
             model = self._model(dtype)
-            with replace_weights(layer, prefix, self._spec, weights):
+            factors = self._served.factors(weights) if dtype == "float32" else {}
+            with replace_weights(layer, prefix, self._spec, weights, factors):
                 for run in group:
                     rounded = mine if run.scenario.path.activations else ()
                     cache = cache_rounding(run.scenario, self._recipe)

@@ -159,6 +159,10 @@ class TensorFile:
             self._digests = file_digests(self.path)
         return self._digests
 
+    @digests.setter
+    def digests(self, known: tuple[str, str | None]) -> None:
+        self._digests = known
+
     def scan(self, inspect: Callable[[str, Tensor], None], advance: Callable[[int], None]) -> None:
         """Reads the file once for its `digests`, and calls `inspect` with parts of its tensors.
 

@@ -83,6 +83,18 @@ def test_a_float32_linear_is_that_of_torch(shape: tuple[int, ...], biased: bool)
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(), (7, 1)])
+def test_a_scale_multiplies_the_weight(shape: tuple[int, ...], biased: bool) -> None:
+    torch.manual_seed(0)
+    module = arithmetic.Float32Linear(5, 7, bias=biased)
+    x, scale = torch.randn(3, 5), torch.rand(shape)
+    with torch.inference_mode():
+        expected = torch.nn.functional.linear(x, module.weight * scale, module.bias)
+        module.scale = scale
+        torch.testing.assert_close(module(x), expected)
+
+
 def test_gradients_go_through_a_linear() -> None:
     weight = torch.ones(3, 2, requires_grad=True)
     (gradient,) = torch.autograd.grad(linear(torch.ones(4, 2), weight).sum(), weight)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from calibrate.decoder.arithmetic import Float32Linear
 from calibrate.decoder.loading import ComputeDtype, load_model
 from calibrate.observe.sweep import Observed, observe_checkpoint
 from octet.errors import NumericsError
@@ -42,6 +43,9 @@ def test_counts_are_those_of_the_whole_model(
     assert sum(told) == sum(batch.tokens for batch in batches)
     assert streamed.facts["device"] == torch.cuda.get_device_name()
     model = load_model(checkpoint, dtype).cuda()
+    for module in model.modules():  # layer by layer, BF16 weights are multiplied as they are
+        if isinstance(module, Float32Linear):
+            module.weight.data = module.weight.data.bfloat16()
     assert_counts_of_plain_hooks(streamed, model, checkpoint.spec, batches)
 
 

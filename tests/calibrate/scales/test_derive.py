@@ -1,6 +1,10 @@
 """Scales follow the recipe: shapes, sharing, and the cache's rules."""
 
+import copy
+import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from calibrate.journal.distributed import Group
 from calibrate.observe.histogram import Histogram
 from calibrate.scales.derive import (
     check_alive,
@@ -22,7 +27,7 @@ from octet.errors import ConfigError, NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats, scaling
 from octet.recipe import PRESETS, Override, Recipe, TensorScheme
-from octet.storage.tensors import write_tensors
+from octet.storage.tensors import TensorFile, write_tensors
 from tests.calibrate.contents import count_reference
 from tests.calibrate.runs import with_code
 
@@ -283,3 +288,56 @@ def test_the_last_element_of_a_large_tensor_is_checked(
     assert broken.read(name).codes.nbytes > 1 << 20
     with pytest.raises(NumericsError, match=name):
         check_finite(broken)
+
+
+class InThreads(Group):
+    """One of two ranks, which are threads; `given` is what each gives, `meet` where they wait."""
+
+    world = 2
+
+    def __init__(self, rank: int, given: list[Any], meet: threading.Barrier) -> None:
+        self.rank, self._given, self._meet = rank, given, meet
+
+    def gather(self, item: Any) -> list[Any]:
+        self._given[self.rank] = item
+        self._meet.wait(60)
+        found = [copy.deepcopy(x) for x in self._given]
+        self._meet.wait(60)
+        return found
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_ranks_share_the_files_that_they_read(
+    tiny_model: Path, tmp_path: Path, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two files each rank reads one, and both know the hashes, and what is wrong in either."""
+    name, last = "model.norm.weight", "model-2.safetensors"
+    whole = with_code(tiny_model, tmp_path / "whole", name, -1, 0x7FC0 if broken else 0x3F80)
+    model = shutil.copytree(whole.path, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    where = {x: last if x == name else "model-1.safetensors" for x in whole.tensor_names}
+    for file in set(where.values()):
+        write_tensors(model / file, {x: whole.read(x) for x in where if where[x] == file})
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    expected = Checkpoint.open(model).weight_hashes
+    read: list[str] = []
+    scan = TensorFile.scan
+    monkeypatch.setattr(
+        TensorFile, "scan", lambda self, *args: read.append(self.path.name) or scan(self, *args)
+    )
+    given, meet = [None, None], threading.Barrier(2)
+
+    def check(rank: int) -> dict[str, str]:
+        checkpoint = Checkpoint.open(model)
+        check_finite(checkpoint, group=InThreads(rank, given, meet))
+        return checkpoint.weight_hashes
+
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(check, rank) for rank in range(2)]
+        if broken:
+            errors = [rank.exception() for rank in ranks]
+            assert all(isinstance(x, NumericsError) and name in str(x) for x in errors)
+            assert [x.printed_elsewhere for x in errors] == [False, True]  # type: ignore[union-attr]
+        else:
+            assert [rank.result() for rank in ranks] == [expected] * 2
+    assert sorted(read) == ["model-1.safetensors", last]

@@ -4,10 +4,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calibrate.decoder.arithmetic import fast_matmuls
 from calibrate.decoder.rounding import fake_quantize, round_cache
 from calibrate.quality.divergence import Divergence, Reference
 from calibrate.samples.batches import make_batches
-from calibrate.simulate.model import simulate
+from calibrate.simulate.model import LayerSimulator, replace_weights, simulate
+from calibrate.simulate.scales import DeviceScales
 from octet.model.spec import ModelSpec
 from octet.recipe import PRESETS
 from tests.calibrate.decoder.test_rounding import activations, stored_scales
@@ -44,6 +46,21 @@ def test_rounding_is_that_of_the_cpu(preset: str) -> None:
         ),
         fake_quantize(x, recipe.activations, static, shared),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["fp8", "fp8-static"])
+def test_long_rows_are_those_of_the_cpu(preset: str, dtype: torch.dtype) -> None:
+    """Longer than what a program rounds at a time, with NaN and Inf."""
+    scheme = PRESETS[preset].activations
+    x = torch.from_numpy(activations((9, 5000), seed=7)).to(dtype)
+    x[3, 17], x[4, 4999] = torch.nan, torch.inf
+    scale = None if scheme.dynamic else torch.tensor(0.037)
+    ours = fake_quantize(x.cuda(), scheme, None if scale is None else scale.cuda()).cpu()
+    theirs = fake_quantize(x, scheme, scale)
+    assert ours.dtype == dtype and bool(theirs.isnan().any())
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
 @pytest.mark.parametrize("kv_cache", ["e5m2", "e4m3", "float16"])
@@ -91,3 +108,32 @@ def test_a_model_costs_what_it_costs_on_the_cpu(dtype: torch.dtype) -> None:
     model.to(device="cuda", dtype=dtype)
     measured = cost()
     assert abs(measured.kl / expected.kl - 1) < (0.03 if dtype == torch.float32 else 0.3)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_codes_are_multiplied_as_exactly_as_weights(preset: str) -> None:
+    """Codes are BF16 values times a scale, but for blocks, whose float32 scales are no factor."""
+    config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    spec = ModelSpec.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "here")
+    layer = fast_matmuls(LlamaForCausalLM(config)).eval().model.layers[0].cuda()
+    name, down = "model.layers.0.mlp.down_proj", layer.mlp.down_proj
+    scheme = PRESETS[preset].weights
+    scales = {f"{name}.weight_scale": stored_scales(scheme, (256, 512))}
+    if scheme.two_level:
+        scales[f"{name}.weight_global_scale"] = torch.tensor(3e-4).numpy()
+    served = LayerSimulator(
+        spec,
+        {name: (scheme, PRESETS[preset].activations)},
+        DeviceScales(scales, torch.device("cuda")),
+    )
+    before, x = down.weight, torch.randn(2000, 512, device="cuda")
+    with torch.inference_mode():
+        weights = served.weights(layer, 0, [name])
+        exact = x.double() @ weights[name].double().T
+        with replace_weights(layer, "model.layers.0", spec, weights, served.factors(weights)):
+            found = down(x)
+            blocks = scheme.granularity == "block"
+            assert down.weight.dtype == (torch.float32 if blocks else torch.bfloat16)
+    assert down.weight is before and down.scale is None
+    size = x.double().abs() @ weights[name].double().abs().T  # 0 for a row of small weights
+    assert bool(((found.double() - exact).abs() <= 2.0**-21 * size).all())

@@ -151,9 +151,10 @@ class ExportGate:
 class DefaultGate:
     """The judge of an export without limits of its own: what calibration predicts of its cost.
 
-    It takes no time. The limit is that of the coarsest format in the recipe, `DEFAULT_KL`, and the
-    most that any way of serving it is expected to cost has to be within. With `off` it refuses
-    nothing, and the manifest records that.
+    It takes no time. The limit is that of the coarsest format in the recipe, `DEFAULT_KL`. The mean
+    KL of the costliest way of serving it has to be within: the upper end of its range is what a few
+    prompts may show, and is far above it where samples are short. With `off` it refuses nothing,
+    and the manifest records that.
     """
 
     off: bool = False
@@ -166,14 +167,14 @@ class DefaultGate:
         if not expected:
             return {}
         limit, name = max((DEFAULT_KL[scheme.kind], scheme.kind) for scheme in _schemes(manifest))
-        path, bound = max(((label, x["high"]) for label, x in expected.items()), key=lambda x: x[1])
-        text = f"predicted KL of up to {bound:.2g} nats ({path}), of {limit:g} for {name}"
-        if not bound <= limit:
+        path, mean = max(((label, x["mean"]) for label, x in expected.items()), key=lambda x: x[1])
+        text = f"predicted KL of {mean:.2g} nats ({path}), of at most {limit:g} for {name}"
+        if not mean <= limit:
             raise GateError(
                 f"{out} is not written: its {text}; calibrate with --budget, take more bits, set a"
                 " limit of your own with --max-kl, or write it all the same with --gate off"
             )
-        judged = {"default": True, "metric": "kl", "limit": limit, "bound": bound, "met": True}
+        judged = {"default": True, "metric": "kl", "limit": limit, "predicted": mean, "met": True}
         return {"gate": [judged | {"text": f"accuracy gate: {text}"}]}
 
     def written(self, out: Path) -> None:

@@ -13,20 +13,20 @@ from octet_cli import export as commands
 FP8 = "weights+activations, e5m2 (nearest), bfloat16"
 
 
-def predict(monkeypatch: pytest.MonkeyPatch, high: float) -> None:
-    """Lets calibrations predict a KL of up to `high` nats."""
-    ranges = {FP8: {"low": 0.0, "mean": high / 2, "high": high}}
+def predict(monkeypatch: pytest.MonkeyPatch, mean: float) -> None:
+    """Lets calibrations predict a KL of `mean` nats, and up to three times that on few tokens."""
+    ranges = {FP8: {"low": mean / 3, "mean": mean, "high": 3 * mean}}
     monkeypatch.setattr(Source, "_expected", lambda self: {"expected_divergence": ranges})
 
 
 def test_a_prediction_within_the_limit_is_recorded(
     calibrations: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predict(monkeypatch, 0.009)
+    predict(monkeypatch, 0.045)
     commands.export_checkpoint(calibrations["fp8"], tmp_path / "out")
     (judged,) = Manifest.load(tmp_path / "out", "checkpoint").details["gate"]
-    assert judged["met"] and (judged["limit"], judged["bound"]) == (0.05, 0.009)
-    assert judged["text"].startswith("accuracy gate: predicted KL of up to 0.009 nats")
+    assert judged["met"] and (judged["limit"], judged["predicted"]) == (0.05, 0.045)
+    assert judged["text"].startswith("accuracy gate: predicted KL of 0.045 nats")
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("fp8", 0.05), ("nvfp4", 0.25), ("mxfp4", 0.5)])
@@ -39,7 +39,8 @@ def test_a_prediction_over_the_limit_of_the_format_writes_nothing(
 ) -> None:
     out = tmp_path / "out"
     predict(monkeypatch, 1.1 * most)
-    with pytest.raises(GateError, match=f"of {most:g} for {recipe}; .* --gate off") as caught:
+    message = f"of at most {most:g} for {recipe}; .* --gate off"
+    with pytest.raises(GateError, match=message) as caught:
         commands.export_checkpoint(calibrations[recipe], out)
     assert caught.value.exit_code == 1 and list(tmp_path.iterdir()) == []
     commands.export_checkpoint(calibrations[recipe], out, gate="off")

@@ -17,6 +17,7 @@ from calibrate.simulate.run import Answers
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Scenario
 from octet.artifacts.serving_path import Expectation, ServingPath
+from octet.hardware.devices import find_device
 from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import vllm_path
 from octet.proof.expected_range import expectations
@@ -188,6 +189,7 @@ def test_what_engines_do_is_predicted(preset: str, kv_cache: KvCacheDtype) -> No
     assert paths[0].weights and paths[0].activations
     assert {path.kv_cache for path in paths} == {"e5m2", "e4m3", "float16"}  # export --kv
     weight_only = {path.kv_cache for path in paths if not path.activations}
+    hopper, cpu = find_device("h100"), find_device("cpu-avx512")
     if preset in ("mxfp4", "mxfp8", "nvfp4"):  # Marlin, on Hopper
         assert weight_only == {"e5m2", "e4m3", "float16"}
     # An export may choose any cache: what ONNX Runtime computes with it, and vLLM.
@@ -195,10 +197,11 @@ def test_what_engines_do_is_predicted(preset: str, kv_cache: KvCacheDtype) -> No
     caches: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
     for cache in caches:
         assert ServingPath(kv_cache=cache, compute="float32") in paths
-        assert vllm_path(pair, cache, "sm90") in paths
-        assert vllm_path(pair, cache, "sm90", attention="FLASHINFER") in paths
+        assert vllm_path(pair, cache, hopper, "0.24.0") in paths
+        path = vllm_path(pair, cache, hopper, "0.24.0", attention="FLASHINFER")
+        assert path in paths
         if preset == "fp8":  # the one that vLLM multiplies on a CPU
-            assert vllm_path(pair, cache, "cpu") in paths
+            assert vllm_path(pair, cache, cpu, "0.32.0") in paths
 
 
 def test_a_range_holds_what_another_implementation_finds() -> None:

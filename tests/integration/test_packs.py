@@ -4,7 +4,8 @@ llm-compressor's is served by the real vLLM. Its CPU build serves blocks of FP8,
 tensor nor FP4. ModelOpt's are computed by transformers with the weights as an engine decodes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -59,12 +60,29 @@ def of_llm_compressor(llm_compressor_python: Path, shared: Shared) -> Path:
     return shared.directory("pack-llm-compressor", build)
 
 
+@pytest.fixture
+def serve(
+    start_vllm: Callable[..., VllmServer], tmp_path: Path
+) -> Iterator[Callable[[Path], VllmServer]]:
+    """Starts a vLLM that ends with the test: each takes 3 GB. `start_vllm` says whether it runs."""
+    with ExitStack() as stack:
+
+        def start(model: Path) -> VllmServer:
+            server = VllmServer(
+                model=model,
+                kv_cache_dtype="auto",
+                generation_config="auto",
+                log=tmp_path / "vllm.log",
+            )
+            return stack.enter_context(server)
+
+        yield start
+
+
 def test_a_vllm_of_llm_compressors_export_is_proven(
-    of_llm_compressor: Path, start_vllm: Callable[..., VllmServer]
+    of_llm_compressor: Path, serve: Callable[[Path], VllmServer]
 ) -> None:
-    server = start_vllm(
-        of_llm_compressor / SCHEME, kv_cache_dtype="auto", generation_config="auto", threads=1
-    )
+    server = serve(of_llm_compressor / SCHEME)
     code, found = verify(server.url, "--golden", of_llm_compressor / "pack", "--all")
     print(f"\n{found['verdict']['reason']}")
     assert (code, found["verdict"]["outcome"], found["findings"]) == (0, "as_expected", [])
@@ -74,16 +92,17 @@ def test_a_vllm_of_llm_compressors_export_is_proven(
 def test_a_vllm_with_a_loaders_fault_is_refused_and_the_fault_named(
     fault: str,
     of_llm_compressor: Path,
-    start_vllm: Callable[..., VllmServer],
+    serve: Callable[[Path], VllmServer],
     tmp_path: Path,
 ) -> None:
     change, named = FAULTS[fault]
     wrong = changed(of_llm_compressor / SCHEME, tmp_path / "wrong", change)
-    server = start_vllm(wrong, kv_cache_dtype="auto", generation_config="auto", threads=1)
+    server = serve(wrong)
     code, found = verify(server.url, "--golden", of_llm_compressor / "pack")
     print(f"\n{found['verdict']['reason']}")
     assert code == 1 and found["verdict"]["outcome"] in ("better", "worse")
-    assert named in found["verdict"]["cause"]["sentence"]
+    if named:
+        assert named in found["verdict"]["cause"]["sentence"]
     assert any("the proof pack was made for" in line for line in found["findings"])
 
 

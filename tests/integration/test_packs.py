@@ -98,7 +98,7 @@ def test_a_vllm_with_a_loaders_fault_is_refused_and_the_fault_named(
     change, named = FAULTS[fault]
     wrong = changed(of_llm_compressor / SCHEME, tmp_path / "wrong", change)
     server = serve(wrong)
-    code, found = verify(server.url, "--golden", of_llm_compressor / "pack")
+    code, found = verify(server.url, "--golden", of_llm_compressor / "pack", "--all")
     print(f"\n{found['verdict']['reason']}")
     assert code == 1 and found["verdict"]["outcome"] in ("better", "worse")
     if named:

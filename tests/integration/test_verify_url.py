@@ -124,8 +124,12 @@ def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
     assert [line.partition(":")[0] for line in found["findings"]] == [
         "E4M3 cache (cache_dtype=fp8_e4m3) where E5M2 was declared"
     ]
+    # The export's scales are for E5M2: whether that shows depends on how the CPU multiplies.
     code, found = verify(server.url, "--golden", exports / "checkpoint", "--kv-cache", "e4m3")
-    assert (code, found["findings"]) == (0, [])
+    assert found["findings"] == []
+    if code != 0:
+        cause = found["verdict"]["cause"]["sentence"]
+        assert "E4M3 cache with the scales of E5M2" in cause, found["verdict"]["reason"]
 
 
 def changed(checkpoint: Path, out: Path, name: str, change: Callable[[Any], Any]) -> Path:

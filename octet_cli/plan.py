@@ -43,7 +43,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What it takes to serve a model: memory, GPUs, speed and cost by recipe and cache.
+    """Plan the memory, GPUs, speed and cost of serving a model, by recipe and cache.
 
     Needs no weights and no GPU. Memory is divided as vLLM does it.
     """

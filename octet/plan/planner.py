@@ -43,7 +43,7 @@ _DTYPES = {"float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned: a model's sizes, and the recipes and caches to compare."""
+    """A model to plan for: its sizes, and the recipes and caches to compare."""
 
     name: str
     spec: ModelSpec
@@ -82,7 +82,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Goal:
-    """What should be served: `concurrency` requests at a time, which fill `context` tokens each.
+    """The load to serve: `concurrency` requests at a time, which fill `context` tokens each.
 
     `output` of these tokens are generated. `price` is in dollars per GPU and hour.
     """

@@ -88,12 +88,13 @@ class TestTensorRTRTX:
     def test_the_shapes_that_an_engine_is_tuned_for_can_be_chosen(
         self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path
     ) -> None:
-        options = {"targets": ["sm89"], "max_batch": 8, "usual_batch": 8, "usual_length": 100}
-        build_engine(calibrations["fp8"], tmp_path / "out", **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"targets": ["sm89"], "max_batch": 8}
+        options |= {"usual_batch": 8, "usual_length": 100}
+        build_engine(calibrations["fp8"], tmp_path / "out", **options)
         details = Manifest.load(tmp_path / "out", "engine").details
         assert details["profiles"]["decode"]["attention_mask"][1] == [8, 1, 1, 101]
         with pytest.raises(UnsupportedError, match="usual_batch 9: the engine is built for 1 to 8"):
-            build_engine(calibrations["fp8"], tmp_path / "no", **options | {"usual_batch": 9})  # type: ignore[arg-type]
+            build_engine(calibrations["fp8"], tmp_path / "no", **options | {"usual_batch": 9})
 
     def test_the_graph_is_the_same_in_every_build(
         self, fake: fake_tensorrt.Behaviour, calibrations: dict[str, Path], tmp_path: Path

@@ -1,5 +1,7 @@
 """Tests which recipe and cache `--recipe auto` takes for some GPUs, and the reason it gives."""
 
+from typing import Any
+
 import pytest
 
 from octet.errors import UnsupportedError
@@ -7,9 +9,9 @@ from octet.hardware.choice import Choice, choose
 from octet.hardware.devices import find_device
 
 
-def chosen(devices: str, **more: object) -> Choice:
+def chosen(devices: str, **more: Any) -> Choice:
     found = [find_device(name) for name in devices.split(",")]
-    return choose(found, **more)  # type: ignore[arg-type]
+    return choose(found, **more)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_who_does_not_answer_everything_is_not_right(verify: Verify, proofs: Pat
     assert last.startswith("inconclusive: 20 golden prompts were not answered; it stopped")
 
 
-def test_a_restart_between_prompts_proves_nothing(verify: Verify, proofs: Path) -> None:
+def test_a_restart_between_prompts_proves_nothing(
+    verify: Verify, proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where both answer as they should: the second answered only a part."""
     server = vllm()
     page, answer = server.flavour.metrics, server._answer
@@ -62,7 +64,7 @@ def test_a_restart_between_prompts_proves_nothing(verify: Verify, proofs: Path) 
         server.flavour = replace(server.flavour, metrics=later)
         return await answer(request, body)
 
-    server._answer = restarting  # type: ignore[method-assign]
+    monkeypatch.setattr(server, "_answer", restarting)
     with serving(served(HONEST, server=server)):
         code, out, _ = verify(server.url, "--golden", proofs)
     last = out.splitlines()[-1]

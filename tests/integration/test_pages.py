@@ -19,7 +19,7 @@ from calibrate.report.html import render_html
 from octet.statistics import Interval
 from tests.calibrate.report_data import budget, chunks, experts, make_report, sensitivity
 from tests.fake_servers import FakeOpenAI, running
-from tests.integration.conftest import EXAMPLE, require
+from tests.integration.conftest import EXAMPLE, octet, require
 from tests.integration.servers import layout
 from tests.integration.test_report_page import BROWSER, INPUT
 from tests.serve.conftest import configured, serving_gateway
@@ -128,6 +128,13 @@ def test_benchmark(comparison: tuple[Comparison, Path], tmp_path: Path) -> None:
         page = tmp_path / f"bench-{'quality' if quality else 'speed'}.html"
         write_bench(page, Bench(names, loads, 3, 64, cells, (None, 4096), quality, warnings))
     assert_clean(look(*(path.as_uri() for path in sorted(tmp_path.glob("*.html")))))
+
+
+def test_plan(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    size = ("--gpu", "h100", "--context", 512, "--concurrency", 64, "--price", 2)
+    octet("plan", EXAMPLE / "model", *size, "--html", page)
+    assert_clean(look(page.as_uri()))
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ class Gpu(_Facts):
 
     @property
     def device(self) -> Device:
-        """The device of the table; of the same capability without figures if it is not listed."""
+        """Returns its entry in the table; if there is none, its capability without figures."""
         try:
             found = find_device(self.name)
         except ConfigError:

@@ -35,7 +35,7 @@ def groups_by_input(linears: Iterable[Linear]) -> list[list[Linear]]:
 
 
 def rows_of(spec: ModelSpec, linear: Linear, degree: int) -> list[int | None]:
-    """Returns the outputs on one GPU, for each part stored in the linear; None if not divisible."""
+    """Returns how many outputs of each stored part one GPU has; None if they do not divide."""
     name = linear.name.rpartition(".")[2]
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if name in _BY_COLUMNS:

@@ -16,7 +16,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; ba
 _WIDTH, _LEFT, _RIGHT = 900, 190, 20
 _BAR, _GAP = 20, 10
 _STYLE = """
-svg { width: 100%; min-width: 760px; height: auto; display: block; } svg text { fill: var(--text); font-size: 13px; }
+svg { width: 100%; min-width: 760px; height: auto; display: block; }
+svg text { fill: var(--text); font-size: 13px; }
 svg .quiet { fill: var(--muted); font-size: 12px; } svg .grid { stroke: var(--grid); }
 """ + "".join(f"svg .fill{i} {{ fill: var(--c{i}); }}\n" for i in range(4))
 

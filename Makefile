@@ -26,8 +26,9 @@ test: setup
 servers: setup
 	$(BIN)/python tests/integration/servers/setup.py
 
+# By whole files, xdist would wait for ever after a process that the kernel killed: it gets no second.
 integration: servers
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -rP --durations=20 tests/integration
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -rP --durations=20 tests/integration
 
 # Starts docker-compose.yml on a Docker engine of its own, and breaks it; as root.
 compose-test: setup

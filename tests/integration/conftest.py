@@ -1,8 +1,9 @@
 """Fixtures that start real servers; `make integration` builds their environments.
 
 `start_vllm` and `start_triton` return functions: a test names the checkpoint or the model
-repository, and gets a running server that lives until the end of the session. Asking twice for the
-same one gives the same server.
+repository, and gets a running server that lives until the end of the module. Asking twice for the
+same one gives the same server. A vLLM takes 2 GB of memory: where a module needs several,
+`start_vllm_for_test` gives one that ends with its test.
 """
 
 import subprocess
@@ -32,7 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that asks for a server's fixture carries that server's marker."""
     for item in items:
         for name in ("vllm", "triton"):
-            if f"start_{name}" in getattr(item, "fixturenames", ()):
+            if any(
+                fixture.startswith(f"start_{name}") for fixture in getattr(item, "fixturenames", ())
+            ):
                 item.add_marker(name)
 
 
@@ -41,30 +44,38 @@ def require(environment: Path) -> None:
         pytest.skip(f"no {environment.name} environment on this machine: run `make integration`")
 
 
-@pytest.fixture(scope="session")
-def start_vllm(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., VllmServer]]:
+@pytest.fixture(scope="module")
+def start_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VllmServer]]:
     """`start_vllm(checkpoint, **fields of VllmServer)`: a vLLM (CPU build) that serves it."""
+    with ExitStack() as stack:
+        yield starter(stack, tmp_path_factory.mktemp("vllm"))
+
+
+@pytest.fixture
+def start_vllm_for_test(tmp_path: Path) -> Iterator[Callable[..., VllmServer]]:
+    """`start_vllm`, whose servers end with the test."""
+    with ExitStack() as stack:
+        yield starter(stack, tmp_path / "logs")
+
+
+def starter(stack: ExitStack, logs: Path) -> Callable[..., VllmServer]:
+    """Returns a function that starts a vLLM, which `stack` ends; its log is in `logs`."""
     require(layout.VLLM)
     if "avx512f" not in cpu_flags():
         pytest.skip("vLLM's CPU build keeps an FP8 KV cache only with AVX-512: use such a machine")
-    logs = tmp_path_factory.mktemp("vllm")
     running: dict[str, VllmServer] = {}
-    with ExitStack() as stack:
 
-        def start(model: Path, **fields: Any) -> VllmServer:
-            key = f"{model.resolve()} {sorted(fields.items())}"
-            if key not in running:
-                log = logs / f"{len(running)}.log"
-                server = VllmServer(model=model, log=log, **fields)
-                running[key] = stack.enter_context(server)
-            return running[key]
+    def start(model: Path, **fields: Any) -> VllmServer:
+        key = f"{model.resolve()} {sorted(fields.items())}"
+        if key not in running:
+            server = VllmServer(model=model, log=logs / f"{len(running)}.log", **fields)
+            running[key] = stack.enter_context(server)
+        return running[key]
 
-        yield start
+    return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start_triton(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[Path], TritonServer]]:
@@ -136,11 +147,11 @@ def write_exports(out: Path) -> None:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm(exports: Path, start_vllm: Callable[..., VllmServer]) -> VllmServer:
     return start_vllm(exports / "checkpoint", served_name="python-lm-fp8")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def triton(exports: Path, start_triton: Callable[[Path], TritonServer]) -> TritonServer:
     return start_triton(exports / "triton_models")

@@ -35,7 +35,7 @@ KINDS = ("embedded", "vllm", "openai", "triton", *(f"triton {name}" for name in 
 NO_LOGPROBS = tuple(f"triton {name}" for name in STAND_INS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stand_ins(
     exports: Path,
     start_triton: Callable[[Path], TritonServer],

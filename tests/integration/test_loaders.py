@@ -140,7 +140,7 @@ class Loaded:
     dequantized: dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Loaded]:
     """Every case, loaded by one process."""
     require(layout.VLLM)

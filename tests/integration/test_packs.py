@@ -4,8 +4,8 @@ llm-compressor's is served by the real vLLM. Its CPU build serves blocks of FP8,
 tensor nor FP4. ModelOpt's are computed by transformers with the weights as an engine decodes them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,22 +61,8 @@ def of_llm_compressor(llm_compressor_python: Path, shared: Shared) -> Path:
 
 
 @pytest.fixture
-def serve(
-    start_vllm: Callable[..., VllmServer], tmp_path: Path
-) -> Iterator[Callable[[Path], VllmServer]]:
-    """Starts a vLLM that ends with the test: each takes 3 GB. `start_vllm` says whether it runs."""
-    with ExitStack() as stack:
-
-        def start(model: Path) -> VllmServer:
-            server = VllmServer(
-                model=model,
-                kv_cache_dtype="auto",
-                generation_config="auto",
-                log=tmp_path / "vllm.log",
-            )
-            return stack.enter_context(server)
-
-        yield start
+def serve(start_vllm_for_test: Callable[..., VllmServer]) -> Callable[[Path], VllmServer]:
+    return partial(start_vllm_for_test, kv_cache_dtype="auto", generation_config="auto")
 
 
 def test_a_vllm_of_llm_compressors_export_is_proven(

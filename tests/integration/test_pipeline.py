@@ -29,7 +29,7 @@ BACKENDS = ("embedded", "vllm", "triton")
 NEW_TOKENS = 24
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(
     exports: Path,
     vllm: VllmServer,

@@ -37,14 +37,14 @@ PROMPTS = (
 NAME, SMALL = "python-lm", "one-slot"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory, example_model: Path) -> Path:
     """The example with its weights' absolute maxima: these numbers are not under test here."""
     path = tmp_path_factory.mktemp("calibration") / "fp8"
     return make_calibration(path, example_model, Recipe.load("fp8"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, calibration: Path) -> Path:
     """The entry as exported, and a copy of it edited to have one slot."""
     repository = tmp_path_factory.mktemp("triton") / "models"

@@ -31,12 +31,6 @@ from verify.server.perplexity import with_prompts
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def vllm(start_vllm: Callable[..., VllmServer], exports: Path) -> VllmServer:
-    """With one thread: two wait for each other where others compute, and cost many times more."""
-    return start_vllm(exports / "checkpoint", threads=1)
-
-
 @asynccontextmanager
 async def started(config: HttpConfig | TritonConfig, model: str) -> AsyncIterator[Backend]:
     backend = make_backend(model, config)
@@ -114,9 +108,9 @@ def test_a_right_vllm_is_right(vllm: VllmServer, exports: Path) -> None:
 
 
 def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
-    start_vllm: Callable[..., VllmServer], exports: Path
+    start_vllm_for_test: Callable[..., VllmServer], exports: Path
 ) -> None:
-    server = start_vllm(exports / "checkpoint", kv_cache_dtype="fp8_e4m3", threads=1)
+    server = start_vllm_for_test(exports / "checkpoint", kv_cache_dtype="fp8_e4m3")
     code, found = verify(server.url, "--golden", exports / "checkpoint")
     print(f"\n{found['verdict']['reason']}")
     assert code == 1 and found["verdict"]["outcome"] in ("better", "worse")
@@ -142,9 +136,9 @@ def changed(checkpoint: Path, out: Path, name: str, change: Callable[[Any], Any]
 
 
 def test_a_vllm_with_the_artifacts_own_defaults_is_right(
-    start_vllm: Callable[..., VllmServer], exports: Path
+    start_vllm_for_test: Callable[..., VllmServer], exports: Path
 ) -> None:
-    server = start_vllm(exports / "checkpoint", generation_config="auto", threads=1)
+    server = start_vllm_for_test(exports / "checkpoint", generation_config="auto")
     code, found = verify(server.url, "--golden", exports / "checkpoint")
     print(found["tokens"], found["unchecked"])
     assert (code, found["findings"]) == (0, [])
@@ -159,7 +153,7 @@ def test_a_vllm_with_the_artifacts_own_defaults_is_right(
     ],
 )
 def test_a_vllm_with_other_defaults_is_told(
-    start_vllm: Callable[..., VllmServer],
+    start_vllm_for_test: Callable[..., VllmServer],
     exports: Path,
     tmp_path: Path,
     defaults: dict[str, float],
@@ -171,7 +165,7 @@ def test_a_vllm_with_other_defaults_is_told(
         "generation_config.json",
         lambda content: content.update(defaults),
     )
-    server = start_vllm(model, generation_config="auto", threads=1)
+    server = start_vllm_for_test(model, generation_config="auto")
     code, found = verify(server.url, "--golden", exports / "checkpoint")
     print(found["findings"], found["tokens"])
     assert (code, found["verdict"]["outcome"]) == (1, "as_expected")
@@ -179,7 +173,7 @@ def test_a_vllm_with_other_defaults_is_told(
 
 
 def test_a_vllm_with_another_tokenizer_or_chat_template_is_told(
-    start_vllm: Callable[..., VllmServer], exports: Path, tmp_path: Path
+    start_vllm_for_test: Callable[..., VllmServer], exports: Path, tmp_path: Path
 ) -> None:
     def rotate(content: Any) -> None:
         """Rotates 1 % of the ids, of tokens that are in no golden prompt."""
@@ -193,7 +187,7 @@ def test_a_vllm_with_another_tokenizer_or_chat_template_is_told(
     model = changed(exports / "checkpoint", tmp_path / "served", "tokenizer.json", rotate)
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    server = start_vllm(model, chat_template=template, threads=1)
+    server = start_vllm_for_test(model, chat_template=template)
     code, found = verify(server.url, "--golden", exports / "checkpoint")
     print(found["findings"], found["tokens"])
     assert (code, found["verdict"]["outcome"]) == (1, "as_expected")

@@ -104,24 +104,24 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = load_config(checkpoint)
-    architecture: Any = AutoModelForCausalLM
-    path: Any = checkpoint.path
-    given: dict[str, Any] = {}
-    if checkpoint.blocks is not None:  # transformers would need a GPU to run the blocks
-        architecture, path = AutoModelForCausalLM._model_mapping[type(config)], None
-        weights = Stored(checkpoint.unchanged(), "", getattr(torch, dtype))
-        given = {"config": config, "state_dict": dict(weights)}
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": _attention(config),
+        "local_files_only": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     with quiet():
-        model, info = architecture.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=_attention(config),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **given,
-        )
+        if checkpoint.blocks is None:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path, trust_remote_code=False, **options
+            )
+        else:  # transformers would need a GPU to run the blocks
+            weights = dict(Stored(checkpoint.unchanged(), "", options["dtype"]))
+            architecture = AutoModelForCausalLM._model_mapping[type(config)]
+            model, info = architecture.from_pretrained(
+                None, config=config, state_dict=weights, trust_remote_code=False, **options
+            )
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")

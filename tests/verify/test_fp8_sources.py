@@ -131,6 +131,34 @@ def test_a_linear_that_the_recipe_leaves_out_is_exported_in_bf16(
     assert verify(tmp_path / "out", model=world.source).problems == []
 
 
+def test_what_an_algorithm_changed_is_quantized_again(world: World, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(world.source)
+    scales = {
+        name: contents(world.source)[f"{name}_inv"].float().numpy()
+        for name in (f"{linear.name}.weight_scale" for linear in checkpoint.spec.linears())
+    }
+    name = "model.layers.1.self_attn.q_proj.weight"
+    changed = {name: checkpoint.read(name).times_power(-1)}
+    make_calibration(tmp_path / "cal", world.source, BLOCK, scales=scales, changed=changed)
+    export_checkpoint(tmp_path / "cal", tmp_path / "out", format="fp8")
+    before, after = contents(world.source), contents(tmp_path / "out")
+    assert {x for x in before if not same(after[x], before[x])} == {name, f"{name}_scale_inv"}
+    scale = before[f"{name}_scale_inv"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    halved = world.real[name].bfloat16().float() / 2 / scale
+    assert same(after[name], halved.to(torch.float8_e4m3fn))
+
+
+def test_modelopt_has_the_same_codes_and_scales_in_float32(world: World, tmp_path: Path) -> None:
+    export_checkpoint(world.calibration, tmp_path / "out", format="modelopt", kv_cache="float16")
+    before, after = contents(world.source), contents(tmp_path / "out")
+    for name in world.real:
+        assert same(after[name], before[name])
+        scale = after[f"{name}_scale"]
+        assert scale.dtype == torch.float32
+        assert torch.equal(scale.reshape(-1), before[f"{name}_scale_inv"].float().reshape(-1))
+    assert verify(tmp_path / "out", model=world.source).problems == []
+
+
 def test_a_graph_says_nothing_of_the_blocks_it_was_made_from(world: World, tmp_path: Path) -> None:
     make_calibration(tmp_path / "cal", world.source, Recipe.load("fp8"))
     export_onnx(tmp_path / "cal", tmp_path / "out")

@@ -41,6 +41,9 @@ def test_a_weight_is_its_codes_times_its_scales_in_bf16(
         assert (found.dtype, found.shape) == ("BF16", tuple(expected.shape))
         assert (checkpoint.dtype(name), checkpoint.nbytes(name)) == ("BF16", found.codes.nbytes)
         assert torch.equal(torch.from_numpy(found.float32()), expected.bfloat16().float()), name
+        buffer = bytearray(found.codes.nbytes)  # pinned memory, where there is a GPU
+        checkpoint.read_into(name, memoryview(buffer))
+        assert bytes(buffer) == found.codes.tobytes()
     assert "quantization_config" not in checkpoint.config
     assert checkpoint.warnings == ()
 
@@ -58,6 +61,18 @@ def test_what_is_listed_as_not_converted_may_be_in_bf16(model: Path, tmp_path: P
     before = Checkpoint.open(model).read(Q)
     assert np.array_equal(checkpoint.read(Q).codes, before.codes) and not checkpoint.decodes(Q)
     assert checkpoint.decodes(UP)
+
+
+def test_a_folded_power_of_two_multiplies_the_scales_alone(model: Path, tmp_path: Path) -> None:
+    quantize_in_blocks(model, tmp_path / "fp8", FP8)
+    checkpoint = Checkpoint.open(tmp_path / "fp8")
+    folded = checkpoint.with_folds({"model.layers.0": {"k": 3}})
+    for name, factor in ((Q, 1 / 8), (Q.replace("q_proj", "k_proj"), 8)):
+        before, after = checkpoint.blocks_of(name), folded.blocks_of(name)
+        assert before is not None and after is not None
+        assert np.array_equal(before[0].codes, after[0].codes)
+        assert np.array_equal(before[1].codes * np.float32(factor), after[1].codes)
+        assert np.array_equal(checkpoint.read(name).float32() * factor, folded.read(name).float32())
 
 
 def test_hashes_are_those_of_the_files(model: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ __all__ = ["QUANTIZATION", "BlockFormat", "block_format"]
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of config.json
 
 _SIZE = [128, 128]
+# Patterns of modules: without groups, and with few wildcards, none takes long to match.
+_PATTERN = re.compile(r"(?!(.*\*){5})[\w.^$*\\|-]{1,200}")
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,8 @@ def block_format(config: Mapping[str, Any]) -> BlockFormat | None:
         groups = section.get("config_groups")
         fits = isinstance(groups, dict) and bool(groups) and all(map(_is_block, groups.values()))
         others = section.get("kv_cache_scheme") or section.get("sparsity_config")
-        return (
-            _format("weight_scale", [section.get("ignore") or []]) if fits and not others else None
-        )
+        if fits and not others:
+            return _format("weight_scale", [section.get("ignore") or []])
     return None
 
 
@@ -68,8 +69,11 @@ def _format(scale: str, lists: Sequence[object]) -> BlockFormat | None:
         return None
     names = {name for found in lists if isinstance(found, list) for name in found}
     written = {name for name in names if name.startswith("re:")}
+    texts = [name.removeprefix("re:") for name in sorted(written)]
+    if not all(_PATTERN.fullmatch(text) for text in texts):
+        return None
     try:
-        patterns = tuple(re.compile(name.removeprefix("re:")) for name in sorted(written))
+        patterns = tuple(map(re.compile, texts))
     except re.error:
         return None
     return BlockFormat(scale, frozenset(names - written), patterns)

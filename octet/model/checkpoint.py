@@ -143,9 +143,9 @@ class Checkpoint:
         Raises CheckpointError for a tensor that it does not hold, or holds in another shape. Hashes
         stay those of the checkpoint's own files.
         """
-        changes = TensorFile.open(path)
+        changes, known = TensorFile.open(path), set(self.tensor_names)
         for name in changes.names:
-            if name not in self.tensor_names or self.shape(name) != changes.shape(name):
+            if name not in known or self.shape(name) != changes.shape(name):
                 raise CheckpointError(f"{path}: {name} is no tensor of {self.path} in this shape")
         return replace(self, changes=changes)
 

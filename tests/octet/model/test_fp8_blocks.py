@@ -157,7 +157,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "static": FP8 | {"activation_scheme": "static"},
     "mxfp4": {"quant_method": "mxfp4"},
     "a cache scheme": LLM_COMPRESSOR | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
-    "a bad pattern": LLM_COMPRESSOR | {"ignore": ["re:("]},
+    "a bad pattern": LLM_COMPRESSOR | {"ignore": ["re:*"]},
+    "a pattern that takes for ever": LLM_COMPRESSOR | {"ignore": [r"re:([\w.]+)+!"]},
+    "a pattern with many wildcards": LLM_COMPRESSOR | {"ignore": ["re:" + ".*" * 5]},
     "a list that is none": FP8 | {"modules_to_not_convert": "lm_head"},
 }
 

@@ -3,6 +3,7 @@
 Everything that can be refused is refused here, before the first byte is written.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.model.spec import Linear, ModelSpec
 from octet.numerics import scaling
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
+from octet.storage.tensors import Tensor
 
 __all__ = ["Source", "require_space"]
 
@@ -116,7 +118,24 @@ class Source:
         if schemes is None:
             raise ValueError(f"recipe {self.recipe.name} does not quantize {linear.name}")
         scale, shared = self.weight_scale(linear), self.weight_global_scale(linear)
+        if (blocks := self.blocks_of(linear)) is not None:
+            codes: npt.NDArray[np.uint8] = blocks[0].codes
+            return codes
         return weight_codes(self.checkpoint.read(name), scale, shared, schemes[0], name=name)
+
+    def blocks_of(self, linear: Linear) -> tuple[Tensor, Tensor] | None:
+        """Returns the codes and scales that the checkpoint stores, if they are what is exported.
+
+        They are where the recipe and the checkpoint have FP8 blocks and the calibration has the
+        checkpoint's scales. None: the weight has to be quantized.
+        """
+        schemes = self.schemes(linear)
+        if schemes is None or not schemes[0].blocks:
+            return None
+        blocks = self.checkpoint.blocks_of(f"{linear.name}.weight")
+        if blocks is None or not np.array_equal(blocks[1].float32(), self.weight_scale(linear)):
+            return None
+        return blocks
 
     def weight_scale(self, linear: Linear) -> npt.NDArray[np.float32]:
         """Returns the scale: [], [N, 1], [⌈N/128⌉, ⌈K/128⌉] or [N, ⌈K/g⌉]."""
@@ -143,13 +162,13 @@ class Source:
 
     def stored_nbytes(self) -> int:
         """Returns the bytes of all tensors, with codes and scales in place of quantized weights."""
-        read = self.checkpoint.stored  # memory-mapped: no page is loaded
-        total = sum(read(name).codes.nbytes for name in self.checkpoint.tensor_names)
+        nbytes = self.checkpoint.nbytes
+        total = sum(map(nbytes, self.checkpoint.tensor_names))
         for linear in self.quantized_linears().values():
             schemes = self.schemes(linear)
             assert schemes is not None
             size = linear.out_features * linear.in_features
-            total -= read(f"{linear.name}.weight").codes.nbytes
+            total -= nbytes(f"{linear.name}.weight")
             total += size // 2 if schemes[0].format == "e2m1" else size
             scales = self.weight_scale(linear)
             total += scales.size if schemes[0].scale_format != "float32" else scales.nbytes
@@ -172,7 +191,11 @@ class Source:
         files = [*self.checkpoint.side_files]
         files.append(self.calibration.path / SCENARIOS_FILE)
         files += [self.calibration.path / EXPECTED_FILE] if quantized else []
-        files += [self.checkpoint.path / "config.json"] if config else []
+        if config and self.checkpoint.blocks is not None:  # the export is not in blocks
+            text = json.dumps(self.checkpoint.config, indent=2) + "\n"
+            (directory / "config.json").write_text(text, "utf-8")
+        elif config:
+            files.append(self.checkpoint.path / "config.json")
         for file in files:
             if file.is_file():
                 shutil.copyfile(file, directory / file.name)

@@ -73,6 +73,11 @@ class TensorScheme(BaseModel):
         return self.scale_format == "e4m3"
 
     @property
+    def blocks(self) -> bool:
+        """True for E4M3 with a float32 scale for each block of 128 by 128: DeepSeek's weights."""
+        return self.granularity == "block"  # which allows nothing else
+
+    @property
     def weighs_inputs(self) -> bool:
         """True if the error of 4-bit weights is to be weighted by the squares of their inputs."""
         return self.format == "e2m1" and self.method == "mse"

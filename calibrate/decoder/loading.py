@@ -12,6 +12,7 @@ import torch
 from calibrate.decoder.arithmetic import fast_matmuls
 from calibrate.samples.tokens import quiet
 from octet.errors import CheckpointError, UnsupportedError
+from octet.model.block_format import QUANTIZATION
 from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor
 
@@ -39,14 +40,15 @@ def resolve_dtype(
     """
     if requested != "auto":
         return requested
-    stored = checkpoint.stored(f"{next(checkpoint.spec.linears()).name}.weight").dtype
+    stored = checkpoint.dtype(f"{next(checkpoint.spec.linears()).name}.weight")
     return "bfloat16" if stored == "BF16" else "float32"
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
     """Returns the checkpoint's transformers configuration.
 
-    Raises UnsupportedError for an architecture that the installed transformers release lacks.
+    It has no quantization of weights that are decoded. Raises UnsupportedError for an architecture
+    that the installed transformers release lacks.
     """
     import transformers
 
@@ -56,6 +58,9 @@ def load_config(checkpoint: Checkpoint) -> Any:
                 checkpoint.path, local_files_only=True, trust_remote_code=False
             )
             _attention(config)
+            if checkpoint.blocks is not None:
+                for key in config.to_dict().keys() & set(QUANTIZATION):
+                    delattr(config, key)
         except (ValueError, KeyError):
             raise UnsupportedError(
                 f"{checkpoint.path}: transformers {transformers.__version__} does not know"
@@ -98,17 +103,25 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    attention = _attention(load_config(checkpoint))
+    config = load_config(checkpoint)
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "attn_implementation": _attention(config),
+        "local_files_only": True,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
     with quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if checkpoint.blocks is None:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path, trust_remote_code=False, **options
+            )
+        else:  # transformers would need a GPU to run the blocks
+            weights = dict(Stored(checkpoint.unchanged(), "", options["dtype"]))
+            architecture = AutoModelForCausalLM._model_mapping[type(config)]
+            model, info = architecture.from_pretrained(
+                None, config=config, state_dict=weights, trust_remote_code=False, **options
+            )
     missing = sorted(info["missing_keys"])
     if missing:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")
@@ -164,12 +177,12 @@ class Stored(Mapping[str, torch.Tensor]):
 
 def to_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copies a stored floating-point tensor to the CPU in `dtype`, into memory of its own."""
-    copy = empty_like_stored(tensor)
+    copy = empty_like_stored(tensor.dtype, tensor.shape)
     raw = copy.view(_DTYPES[tensor.dtype][1]).numpy()
     np.copyto(raw, tensor.codes.view(raw.dtype))
     return copy.to(dtype)
 
 
-def empty_like_stored(tensor: Tensor, *, pin: bool = False) -> torch.Tensor:
-    """Returns memory for a stored tensor, in its dtype; `pin` makes copying to a GPU faster."""
-    return torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype][0], pin_memory=pin)
+def empty_like_stored(dtype: str, shape: tuple[int, ...], *, pin: bool = False) -> torch.Tensor:
+    """Returns memory for a tensor of a safetensors dtype; `pin` makes copying to a GPU faster."""
+    return torch.empty(shape, dtype=_DTYPES[dtype][0], pin_memory=pin)

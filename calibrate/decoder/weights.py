@@ -6,6 +6,7 @@ pinned memory and copied while earlier layers compute. On a CPU, layers are held
 computed with, if all of them fit.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -70,9 +71,8 @@ class LayerWeights:
             [f"{spec.layer(index)}.{name}" for name in self._stored(index, torch.float32)]
             for index in range(spec.layers)
         ]
-        codes = [[checkpoint.stored(name).codes for name in names] for names in self._names]
-        self._sizes = [sum(x.nbytes for x in layer) for layer in codes]
-        self._values = sum(x.size for layer in codes for x in layer)
+        self._sizes = [sum(map(checkpoint.nbytes, names)) for names in self._names]
+        self._values = sum(math.prod(checkpoint.shape(x)) for names in self._names for x in names)
         self._held: dict[tuple[int, torch.dtype | None], dict[str, torch.Tensor]] = {}
         self._whole: dict[str, torch.Tensor] = {}  # tensors outside the layers, by name
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None  # read, and not held
@@ -223,7 +223,8 @@ class LayerWeights:
 
     def _copy(self, name: str) -> _Copied:
         """Reads a tensor into pinned memory, and starts to copy it to the GPU."""
-        pinned = empty_like_stored(self.checkpoint.stored(name), pin=True)
+        dtype, shape = self.checkpoint.dtype(name), self.checkpoint.shape(name)
+        pinned = empty_like_stored(dtype, shape, pin=True)
         self.checkpoint.read_into(name, pinned.reshape(-1).view(torch.uint8).numpy().data)
         with torch.cuda.stream(self._stream):
             copied = pinned.to(self.device, non_blocking=True)

@@ -11,8 +11,12 @@ The best is that of least squared error, computed exactly. For E2M1, whose error
 squared errors of column j are multiplied by the mean square of its input, E[x_j²], if calibration
 observed it: the expected error of the output (see `calibrate.observe.channel_squares`). A tile of
 zeros has scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
+
+By every method, a weight that the checkpoint stores in FP8 blocks keeps its scales in a scheme of
+FP8 blocks, and has no error. In other schemes it is decoded, and one is in memory at a time.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,14 +90,19 @@ def weight_scales(
             weights: list[_Weight | HeldWeight] = []
             for linear in linears:
                 name = f"{linear.name}.weight"
+                blocks = checkpoint.blocks_of(name)
+                if blocks is not None and scheme.blocks:
+                    yield linear.name, WeightScale(blocks[1].float32(), scheme.format, math.inf)
+                    continue
                 values = held(name) if scheme.method == "max" else None
                 if values is None:
                     known = mean_squares(linear) if scheme.weighs_inputs else None
                     weights.append(_Weight(name, checkpoint.read(name), scheme, pool, known))
                 else:
                     weights.append(HeldWeight(name, values, scheme))
-            for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
-                yield linear.name, found
+            if weights:
+                for linear, found in zip(linears, _scales_of(weights, scheme), strict=True):
+                    yield linear.name, found
             checkpoint.release()
 
 

@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from export.checkpoint.layout import CacheScale, Tensors, e4m3, e8m0, float32, kept, weight
+from export.checkpoint.layout import (
+    CacheScale,
+    Tensors,
+    block_scale,
+    e4m3,
+    e8m0,
+    float32,
+    kept,
+    weight,
+)
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model.spec import Linear
@@ -85,8 +94,9 @@ class CompressedTensors:
             case "mxfp8":
                 stored = {"weight": codes, "weight_scale": e8m0(scale)}
             case _:
-                shape = scale.shape or (1,)
-                stored = {"weight": codes, "weight_scale": float32(scale, shape)}
+                stored = {"weight": codes, "weight_scale": float32(scale, scale.shape or (1,))}
+                if weights.blocks:
+                    stored["weight_scale"] = block_scale(source, linear)
                 if not inputs.dynamic:
                     stored["input_scale"] = float32(source.input_scale(linear), (1,))
         return {f"{linear.name}.{name}": tensor for name, tensor in stored.items()}

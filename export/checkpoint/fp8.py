@@ -6,6 +6,7 @@
 |                           | multiplies in spite of its name                                    |
 | fp8 tensor, tensor        | weight E4M3 [N, K]; weight_scale, input_scale f32 [1]              |
 
+Blocks of a checkpoint that is in this format already are copied, scales in their own dtype.
 vLLM refuses an E5M2 cache with this layout.
 """
 
@@ -13,7 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from export.checkpoint.fused import describe
-from export.checkpoint.layout import CacheScale, Tensors, check_cache, float32, kept, weight
+from export.checkpoint.layout import (
+    CacheScale,
+    Tensors,
+    block_scale,
+    check_cache,
+    float32,
+    kept,
+    weight,
+)
 from export.source import Source
 from octet.errors import UnsupportedError
 from octet.model.spec import Linear
@@ -53,10 +62,10 @@ class Fp8:
 
     def linear(self, source: Source, linear: Linear) -> Tensors:
         tensors: Tensors = {f"{linear.name}.weight": weight(source, linear)}
-        scale = source.weight_scale(linear)
         if _is_block(source, linear):
-            tensors[f"{linear.name}.weight_scale_inv"] = float32(scale, scale.shape)
+            tensors[f"{linear.name}.weight_scale_inv"] = block_scale(source, linear)
         else:
+            scale = source.weight_scale(linear)
             tensors[f"{linear.name}.weight_scale"] = float32(scale, (1,))
             tensors[f"{linear.name}.input_scale"] = float32(source.input_scale(linear), (1,))
         return tensors

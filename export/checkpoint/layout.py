@@ -19,6 +19,7 @@ __all__ = [
     "CacheScale",
     "Layout",
     "Tensors",
+    "block_scale",
     "check_cache",
     "e4m3",
     "e8m0",
@@ -88,6 +89,9 @@ def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
     """
     schemes = source.schemes(linear)
     assert schemes is not None
+    if source.blocks_of(linear) is not None:
+        yield source.weight_codes(linear)
+        return
     name = f"{linear.name}.weight"
     stored, scale = source.checkpoint.read(name), source.weight_scale(linear)
     shared = source.weight_global_scale(linear)
@@ -103,6 +107,12 @@ def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
         except NumericsError:
             source.weight_codes(linear)  # raises the error for the whole tensor
             raise
+
+
+def block_scale(source: Source, linear: Linear) -> Tensor:
+    """Returns scales [⌈N/128⌉, ⌈K/128⌉] as the checkpoint stores them, or else in float32."""
+    blocks, scale = source.blocks_of(linear), source.weight_scale(linear)
+    return float32(scale, scale.shape) if blocks is None else blocks[1]
 
 
 def float32(scale: npt.NDArray[np.float32], shape: tuple[int, ...]) -> Tensor:
@@ -126,13 +136,12 @@ def kept(source: Source) -> list[str]:
     """
     quantized = source.quantized_linears()
     found = ["lm_head"]
-    for shard in source.checkpoint.shards:
-        for name in shard.names:
-            module = name.removesuffix(".weight")
-            if len(shard.shape(name)) < 2 or module in quantized:
-                continue
-            if module == name:  # no ".weight", such as parameters of experts stored together
-                module = module.rpartition(".")[0]
-            if "embed" not in module.rpartition(".")[2]:
-                found.append(module)
+    for name in source.checkpoint.tensor_names:
+        module = name.removesuffix(".weight")
+        if len(source.checkpoint.shape(name)) < 2 or module in quantized:
+            continue
+        if module == name:  # no ".weight", such as parameters of experts stored together
+            module = module.rpartition(".")[0]
+        if "embed" not in module.rpartition(".")[2]:
+            found.append(module)
     return list(dict.fromkeys(found))

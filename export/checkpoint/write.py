@@ -1,6 +1,7 @@
 """calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
 
-Codes and scales replace the linears' weights; every other tensor is copied bit for bit. Shards are
+Codes and scales replace the linears' weights, or are copied where the checkpoint has FP8 blocks and
+the recipe too; every other tensor is copied bit for bit. Shards are
 streamed, one a core, with part of one tensor of each in memory. Each file is read once, written
 once, and hashed on the way: SHA-256 of the output, which identifies it, and XXH3-128 of the input,
 if the calibration recorded one (octet/storage/files.py explains its limits). If a shard is not the
@@ -243,12 +244,13 @@ def _write_shard(
 def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
     """Returns `tensors` fed by `reader`, so that each tensor of an unchanged shard is read once."""
     stored, changed = set(reader.shard.names), source.checkpoint.changed
+    copied = stored & set(source.checkpoint.tensor_names)
     found: Tensors = {}
     for name, tensor in tensors.items():
         weight = f"{name.rpartition('.')[0]}.weight"  # `name` may end in weight_packed
         if isinstance(tensor, PendingTensor) and weight in stored:
             found[name] = _after(reader, weight, tensor)
-        elif name in stored and name not in changed:
+        elif name in copied and name not in changed:
             found[name] = replace(pending(tensor), parts=partial(reader.parts, name))
         else:
             found[name] = tensor
@@ -274,22 +276,26 @@ def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
     quantized = {f"{name}.weight": item for name, item in source.quantized_linears().items()}
     cache_scales = _cache_scales(source, layout)
     tensors: Tensors = {}
+    model = set(source.checkpoint.tensor_names)
     for name in shard.names:
         if name in quantized:
             tensors |= layout.linear(source, quantized[name])
-        else:
+        elif name in model:  # no scale of a weight that is decoded
             tensors[name] = _copied(source, name)
         tensors |= cache_scales.get(name, {})
     return tensors
 
 
 def _copied(source: Source, name: str) -> Tensor | PendingTensor:
-    """Returns a tensor that is not quantized; one that is folded is in memory only when written."""
-    stored = source.checkpoint.stored(name)
-    if name not in source.checkpoint.powers:
-        return stored
-    read = source.checkpoint.read
-    return PendingTensor(stored.dtype, stored.shape, lambda: read(name).codes)
+    """Returns a tensor that is not quantized.
+
+    One that is folded or decoded is in memory only when it is written.
+    """
+    checkpoint = source.checkpoint
+    if name not in checkpoint.powers and not checkpoint.decodes(name):
+        return checkpoint.stored(name)
+    dtype, shape = checkpoint.dtype(name), checkpoint.shape(name)
+    return PendingTensor(dtype, shape, lambda: checkpoint.read(name).codes)
 
 
 def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:

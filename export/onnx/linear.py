@@ -150,17 +150,19 @@ def check_groups(source: Source) -> None:
 
 def add_stored(graph: Graph, source: Source, name: str) -> str:
     """Adds a checkpoint tensor in its own dtype, bit for bit."""
-    tensor = source.checkpoint.stored(name)
-    kind = _STORED.get(tensor.dtype)
+    checkpoint = source.checkpoint
+    kind = _STORED.get(checkpoint.dtype(name))
     if kind is None:
-        raise UnsupportedError(f"{name} is stored as {tensor.dtype}; known: {', '.join(_STORED)}")
+        raise UnsupportedError(
+            f"{name} is stored as {checkpoint.dtype(name)}; known: {', '.join(_STORED)}"
+        )
     return graph.weight(
         Weight(
             name,
             kind,
-            tensor.shape,
-            tensor.codes.nbytes,
-            lambda: source.checkpoint.read(name).codes,
+            checkpoint.shape(name),
+            checkpoint.nbytes(name),
+            lambda: checkpoint.read(name).codes,
         )
     )
 

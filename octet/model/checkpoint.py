@@ -1,4 +1,8 @@
-"""A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily."""
+"""A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily.
+
+Weights in FP8 blocks (`octet.model.fp8_blocks`) are decoded when they are read, and everything here
+describes the decoded model; `blocks_of` returns what is stored.
+"""
 
 import json
 import os
@@ -14,8 +18,10 @@ import numpy as np
 
 from octet.errors import CheckpointError, UnsupportedError
 from octet.hardware.cores import usable_cores
+from octet.model.block_format import QUANTIZATION, block_format
 from octet.model.chat_template import GENERATION_CONFIG
 from octet.model.folding import Folds, powers_of
+from octet.model.fp8_blocks import BlockWeights, decode_blocks, find_blocks
 from octet.model.not_a_checkpoint import (
     explain_file,
     explain_missing,
@@ -24,6 +30,7 @@ from octet.model.not_a_checkpoint import (
 )
 from octet.model.spec import ModelSpec, quantized_already, refuse_unsupported
 from octet.storage.files import MAX_TOKENIZER_BYTES, file_digests, read_object, sha256_file
+from octet.storage.tensor_header import nbytes_of
 from octet.storage.tensors import Tensor, TensorFile
 
 __all__ = ["TOKENIZER_FILES", "Checkpoint", "sha256_file"]
@@ -48,12 +55,13 @@ class Checkpoint:
     """An opened checkpoint: every shard's header has been validated, but no weight read."""
 
     path: Path
-    config: dict[str, Any]
+    config: dict[str, Any]  # without the quantization of weights that are decoded
     spec: ModelSpec
     shards: tuple[TensorFile, ...]
     changes: TensorFile | None = None  # tensors that replace those of the shards
     # Power of two that a tensor is multiplied by when it is read, see `octet.model.folding`.
     powers: Mapping[str, int] = field(default_factory=dict)
+    blocks: BlockWeights | None = None  # the weights that are decoded
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -75,17 +83,59 @@ class Checkpoint:
         shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
         shapes = {name: shard.shape(name) for shard in shards for name in shard.names}
         spec = ModelSpec.from_config(config, str(path), shapes)
-        checkpoint = cls(path, config, spec, shards)
+        checkpoint = cls(path, config, spec, shards)._with_blocks()
         checkpoint._check_tensors()
         return checkpoint
+
+    def _with_blocks(self) -> Self:
+        """Returns this checkpoint with its FP8 blocks, if it has any, to be decoded."""
+        fmt = block_format(self.config)
+        if fmt is None:
+            return self
+        stored = {name: (x.dtype(name), x.shape(name)) for name, x in self._shard_of.items()}
+        read, linears = self._stored_as_is, self.spec.linear_names
+        blocks = find_blocks(fmt, linears, stored, read, str(self.path))
+        config = {key: x for key, x in self.config.items() if key not in QUANTIZATION}
+        return replace(self, config=config, blocks=blocks)
 
     @cached_property
     def _shard_of(self) -> dict[str, TensorFile]:
         return {name: shard for shard in self.shards for name in shard.names}
 
-    @property
+    @cached_property
     def tensor_names(self) -> tuple[str, ...]:
-        return tuple(self._shard_of)
+        """Names of the model's tensors; scales of decoded weights are none of them."""
+        scales = set() if self.blocks is None else set(self.blocks.scales.values())
+        return tuple(name for name in self._shard_of if name not in scales)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of(name).shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Returns the dtype of the tensor that `read` returns."""
+        if self.blocks is not None and self.decodes(name):
+            return self.blocks.dtype
+        return self._file_of(name).dtype(name)
+
+    def nbytes(self, name: str) -> int:
+        """Returns the size of the tensor that `read` returns."""
+        return nbytes_of(self.dtype(name), self.shape(name))
+
+    def decodes(self, name: str) -> bool:
+        """Returns whether the tensor is a weight that is stored in blocks and decoded."""
+        changed = self.changes is not None and name in self.changes.names
+        return self.blocks is not None and name in self.blocks.scales and not changed
+
+    def blocks_of(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns a weight's E4M3 codes [N, K] and scales [⌈N/128⌉, ⌈K/128⌉], views of the files.
+
+        None for a tensor that is not stored in blocks, or was changed. A folded power of two
+        multiplies the scales alone.
+        """
+        if self.blocks is None or not self.decodes(name):
+            return None
+        codes, scale = (self._stored_as_is(x) for x in (name, self.blocks.scales[name]))
+        return codes, scale.times_power(self.powers[name]) if name in self.powers else scale
 
     def with_changes(self, path: Path) -> Self:
         """Returns this checkpoint with the tensors of the file `path` in place of its own.
@@ -93,10 +143,9 @@ class Checkpoint:
         Raises CheckpointError for a tensor that it does not hold, or holds in another shape. Hashes
         stay those of the checkpoint's own files.
         """
-        changes = TensorFile.open(path)
+        changes, known = TensorFile.open(path), set(self.tensor_names)
         for name in changes.names:
-            shard = self._shard_of.get(name)
-            if shard is None or shard.shape(name) != changes.shape(name):
+            if name not in known or self.shape(name) != changes.shape(name):
                 raise CheckpointError(f"{path}: {name} is no tensor of {self.path} in this shape")
         return replace(self, changes=changes)
 
@@ -120,17 +169,26 @@ class Checkpoint:
         return own + (json.dumps(dict(self.powers), sort_keys=True) if self.powers else "")
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor by name: a view of the mapped file, or a copy if it was folded."""
+        """Returns a tensor by name: a view of the file, or a copy if it was folded or decoded."""
         stored = self.stored(name)
         return stored.times_power(self.powers[name]) if name in self.powers else stored
 
     def stored(self, name: str) -> Tensor:
-        """Returns a tensor before folding, in the same dtype and shape: a view of the file."""
-        return self._file_of(name).read(name)
+        """Returns a tensor before folding, in the same dtype and shape.
+
+        It is a view of the file, or a copy if it was decoded.
+        """
+        if self.blocks is None or not self.decodes(name):
+            return self._file_of(name).read(name)
+        codes, scale = (self._stored_as_is(x) for x in (name, self.blocks.scales[name]))
+        return decode_blocks(codes, scale, self.blocks.dtype)
+
+    def _stored_as_is(self, name: str) -> Tensor:
+        return self._shard_of[name].read(name)
 
     def read_into(self, name: str, buffer: memoryview) -> None:
         """Reads the bytes of a tensor into `buffer`; for reading with several threads."""
-        if name in self.powers:
+        if name in self.powers or self.decodes(name):
             buffer[:] = np.ascontiguousarray(self.read(name).codes).reshape(-1).view(np.uint8).data
         else:
             self._file_of(name).read_into(name, buffer)
@@ -210,7 +268,7 @@ class Checkpoint:
         # Ignores buffers of old transformers releases, and a tied head: the embeddings again.
         return [
             name
-            for name in self._shard_of
+            for name in self.tensor_names
             if name not in expected
             and not name.endswith("rotary_emb.inv_freq")
             and name != "lm_head.weight"
@@ -229,7 +287,7 @@ class Checkpoint:
             shard = self._shard_of.get(name)
             if shard is None:
                 raise CheckpointError(f"{self.path}: tensor {name} is missing")
-            if shard.dtype(name) not in _FLOATS:
+            if self.dtype(name) not in _FLOATS:
                 raise UnsupportedError(
                     quantized_already(str(self.path), f"{name} stored as {shard.dtype(name)}")
                 )

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.architectures import ARCHITECTURES, fields_of
+from octet.model.block_format import block_format
 from octet.model.generic import Linear, generic_fields
 from octet.model.unsupported import quantization_of, unsupported_feature
 
@@ -262,7 +263,8 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> str:
     feature = unsupported_feature(architecture, config)
     if architecture not in ARCHITECTURES and feature is not None:
         raise UnsupportedError(f"{where}: {architecture} {feature}")
-    if (method := quantization_of(config)) is not None:
+    method = quantization_of(config)
+    if method is not None and block_format(config) is None:
         raise UnsupportedError(quantized_already(where, method))
     if architecture not in ARCHITECTURES and not architecture.endswith("ForCausalLM"):
         raise UnsupportedError(

@@ -89,7 +89,7 @@ class _Comparison:
         except ValueError as error:
             self.found.problem("numbers", tensor, str(error))
             return
-        reference = self.original.read(f"{module}.weight")
+        reference = self.original.weight(module)
         if reference.shape != coded.codes.shape:
             self.found.problem(
                 "numbers",

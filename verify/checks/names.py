@@ -53,7 +53,7 @@ def check_names(
 
     `originals` are the names of the tensors before quantization. `linears` maps each module that an
     engine makes a linear layer of to its [N, K]. `fused` are the groups of modules that it joins.
-    If `ours`, scales have to be float32, as Octet writes them; engines convert those of others.
+    If `ours`, scales have to be in a dtype that Octet writes; engines convert those of others.
     """
     names = Names({}, [], {}, tuple(linears))
     expected: set[str] = set()
@@ -148,7 +148,11 @@ def _complete(
     scale = f"{module}.{stored.scale}"
     if scale in written:
         shapes = stored.scale_shapes(*shape)
-        dtypes = stored.scale_dtypes[:1] if ours else stored.scale_dtypes
+        dtypes = stored.scale_dtypes
+        if (
+            ours
+        ):  # blocks of a checkpoint that was in FP8 are copied, with BF16 scales if it has them
+            dtypes = ("F32", "BF16") if stored.granularity == "block" else dtypes[:1]
         _check_tensor(written, scale, dtypes, shapes, found)
     scalars = [name for name in (stored.global_scale, stored.input_scale) if name is not None]
     for name in scalars:

@@ -245,7 +245,7 @@ def _scales_fit(weight: GraphWeight, name: str, scheme: TensorScheme, found: Ver
 def _compare(
     weight: GraphWeight, name: str, module: str, original: Original, found: Verification
 ) -> None:
-    reference = original.read(name)
+    reference = original.weight(module)
     if reference.shape != weight.coded.codes.shape:
         shape = list(weight.coded.codes.shape)
         found.problem("numbers", name, f"is {shape}, the original {list(reference.shape)}")

@@ -10,7 +10,9 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, CheckpointError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
+from octet.numerics.bits import float32_to_bf16
 from octet.storage.tensors import Tensor
+from verify.reader.checkpoint import Written
 
 __all__ = ["Original", "find_original"]
 
@@ -24,10 +26,25 @@ class Original:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: shard.shape(name) for shard in self.checkpoint.shards for name in shard.names}
+        return {name: self.checkpoint.shape(name) for name in self.checkpoint.tensor_names}
+
+    @cached_property
+    def _reader(self) -> Written:
+        return Written.open(self.checkpoint.path)
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(name)
+
+    def weight(self, module: str) -> Tensor:
+        """Returns a linear's weight; FP8 blocks are decoded by verify's own reader."""
+        name = f"{module}.weight"
+        if not self.checkpoint.decodes(name) or name in self.checkpoint.powers:
+            return self.read(name)
+        real = self._reader.dequantized(module)
+        if real is None:
+            raise CheckpointError(f"{self.checkpoint.path}: {name} cannot be decoded by verify")
+        as_bf16 = self.checkpoint.dtype(name) == "BF16"
+        return Tensor("BF16", float32_to_bf16(real)) if as_bf16 else Tensor("F32", real)
 
     def release(self) -> None:
         self.checkpoint.release()

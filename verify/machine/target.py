@@ -11,7 +11,7 @@ from octet.hardware.devices import Device, find_device
 from octet.hardware.machine import Gpu, Machine
 from octet.hardware.support import EngineName, Support, support
 from octet.model.checkpoint import Checkpoint
-from octet.recipe import KvCacheDtype, Recipe
+from octet.recipe import PRESETS, KvCacheDtype, Recipe
 from verify.machine.diagnose import Serving, missing_packages, servings
 from verify.machine.diagnosis import Finding, Target
 
@@ -125,7 +125,12 @@ def _read(path: Path) -> _Artifact:
     if not (path / MANIFEST_FILE).exists() and (path / "config.json").exists():
         checkpoint = Checkpoint.open(path)
         return _Artifact(
-            checkpoint.path, "vllm", None, "float16", weights=_bytes(path), command=_vllm(path, {})
+            checkpoint.path,
+            "vllm",
+            None if checkpoint.blocks is None else PRESETS["fp8-block"],
+            "float16",
+            weights=_bytes(path),
+            command=_vllm(path, {}),
         )
     manifest = Manifest.load(path, verify=False)
     details = manifest.details

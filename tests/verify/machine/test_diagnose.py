@@ -10,6 +10,7 @@ import pytest
 
 from octet.errors import ArtifactError, ConfigError
 from octet.hardware.machine import Machine
+from tests.fp8_blocks import FP8, quantize_in_blocks
 from verify.machine.diagnose import diagnose
 from verify.machine.diagnosis import Diagnosis
 from verify.machine.target import judge_artifact, judge_configuration
@@ -162,6 +163,15 @@ def test_whether_an_export_runs(
     if targets[0].runs:
         assert targets[0].command.endswith("--kv-cache-dtype fp8_e5m2")
         assert "attention by FLASHINFER" in targets[0].sentence
+
+
+def test_a_checkpoint_in_fp8_blocks_is_judged_by_its_weights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    quantize_in_blocks(tiny_model, tmp_path / "fp8", FP8)
+    native, _ = judge_artifact(tmp_path / "fp8", stack("l40s"))
+    plain, _ = judge_artifact(tiny_model, stack("l40s"))
+    assert "fp8-block weights" in native[0].sentence and "fp8" not in plain[0].sentence
 
 
 def test_an_export_needs_vllm(checkpoints: dict[str, Path]) -> None:

@@ -116,7 +116,8 @@ def power_text(power: Sequence[Power]) -> str:
     if power[0].meaning == "begin_to_show":
         return (
             f"faults that were not simulated begin to show if they change perplexity by {sizes}, as"
-            " an earlier release estimated; half of them are refused only at about twice as much"
+            " an earlier release estimated; half of them are refused only at about three times as"
+            " much"
         )
     return (
         "about half of the faults that were not simulated are refused if they change perplexity by"

@@ -92,7 +92,7 @@ def test_figures_of_an_earlier_release_are_loaded_as_what_they_were() -> None:
     earlier = Power.model_validate({"prompts": 24, "low": 0.003, "middle": 0.0057, "high": 0.01})
     text = power_text([earlier])
     assert "begin to show if they change perplexity by 0.57 % after 24 prompts" in text
-    assert "half of them are refused only at about twice as much" in text
+    assert "half of them are refused only at about three times as much" in text
 
 
 def of_effect(world: World, seed: int, effect: float) -> World:

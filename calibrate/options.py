@@ -26,8 +26,8 @@ class Training:
 
     calibration: Path
     train: tuple[Trainable, ...] = ("weights", "norms")
-    epochs: int = 8  # passes over the samples
-    learning_rate: float = 1e-4  # of Adam, at its highest
+    epochs: int = 6  # passes over the samples
+    learning_rate: float = 1.5e-5  # of Adam, at its highest
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from calibrate.algorithms.apply import ChangedModel, changed_model
-from calibrate.algorithms.recover import recover
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
@@ -26,6 +25,7 @@ from calibrate.observe.sweep import Observed, observe_checkpoint
 from calibrate.options import Options, validate
 from calibrate.quality.budget import check_samples
 from calibrate.quality.refused import drop_refused, refused_directory
+from calibrate.recover import recover
 from calibrate.report.console import print_report
 from calibrate.report.document import Report
 from calibrate.samples.inputs import Inputs, read_inputs

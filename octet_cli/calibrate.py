@@ -187,10 +187,10 @@ def recover(
         Literal["all", "weights", "norms"],
         typer.Option(help="Train the quantized weights, the norms, or all of these."),
     ] = "all",
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 6,
     learning_rate: Annotated[
         float, typer.Option(min=1e-8, max=1.0, help="Of Adam, at its highest.")
-    ] = 1e-4,
+    ] = 1.5e-5,
     count: Count = 256,
     model: ModelOption = None,
     text_field: TextField = "text",

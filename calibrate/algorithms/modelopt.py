@@ -170,7 +170,7 @@ def _moved(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Te
         values = model.get_parameter(name).detach().float().cpu().numpy()
         if not np.isfinite(values).all():
             raise NumericsError(f"{name}: gptq made NaN or Inf of it; use more samples")
-        tensors[name] = in_stored_dtype(values, checkpoint.stored(name).dtype)
+        tensors[name] = in_stored_dtype(values, checkpoint.dtype(name))
     return tensors
 
 

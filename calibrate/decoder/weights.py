@@ -40,7 +40,7 @@ _Copied: TypeAlias = tuple[str, torch.Tensor, torch.cuda.Event]
 def free_memory(device: torch.device) -> int:
     """Returns how many bytes of a GPU, or of the machine, this process can still allocate."""
     if device.type != "cuda":
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
         found = dict(line.split(":", 1) for line in lines)
         return int(found["MemAvailable"].split()[0]) << 10
     free, _ = torch.cuda.mem_get_info(device)

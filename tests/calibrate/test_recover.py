@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrate.algorithms import recover
+from calibrate import recover
 from calibrate.decoder.rounding import fake_quantize
 from calibrate.options import Options, Training, validate
 from calibrate.pipeline import run

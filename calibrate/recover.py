@@ -86,7 +86,7 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
             served = student.served()
     tensors = {name: start.read(name) for name in start.changed}
     for name, value in served.items():
-        dtype = job.checkpoint.stored(name).dtype
+        dtype = job.checkpoint.dtype(name)
         tensors[name] = in_stored_dtype(value.detach().cpu().numpy(), dtype)
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.from_numpy(tensors[name].float32()))
@@ -141,8 +141,8 @@ def _check_memory(job: Job, training: Training) -> None:
     All is float32. Backpropagation keeps about 12 values of each hidden state and 6 of each
     intermediate one, for every token of a batch and layer.
     """
-    spec = job.checkpoint.spec
-    sizes = {name: job.checkpoint.stored(name).codes.size for name in job.checkpoint.tensor_names}
+    checkpoint, spec = job.checkpoint, job.checkpoint.spec
+    sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.tensor_names}
     model, linears = sum(sizes.values()), sum(sizes[f"{x.name}.weight"] for x in spec.linears())
     tokens = max(batch.token_ids.numel() for batch in job.inputs.plan.batches)
     activations = tokens * spec.layers * (12 * spec.hidden_size + 6 * spec.intermediate_size)

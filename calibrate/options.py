@@ -15,7 +15,28 @@ from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 
-__all__ = ["Options", "validate", "validate_rescale"]
+__all__ = ["Options", "Trainable", "Training", "source_of", "validate", "validate_rescale"]
+
+Trainable = Literal["weights", "norms"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The options of `octet recover`: what to train, from which calibration, and for how long."""
+
+    calibration: Path
+    train: tuple[Trainable, ...] = ("weights", "norms")
+    epochs: int = 6  # passes over the samples
+    learning_rate: float = 1.5e-5  # of Adam, at its highest
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the result, apart from the calibration, as plain data."""
+        return {
+            "train": list(self.train),
+            "epochs": self.epochs,
+            "learning_rate": self.learning_rate,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +50,8 @@ class Options(Sampling):
     name: str | None = None  # of the model when served; default: its directory's name
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    algorithm: Literal["smoothquant", "awq", "gptq"] | None = None
+    algorithm: Literal["smoothquant", "awq", "gptq", "recover"] | None = None
+    training: Training | None = None  # of "recover"
     budget: Limit | None = None  # layers move to better formats until it is met
     gate: Gate | None = None  # fails a recipe that costs more
     sensitivity: bool = False  # measure each layer's cost
@@ -56,6 +78,8 @@ def validate(options: Options) -> Checkpoint:
     Imports neither torch nor transformers. Reads headers and configurations, but no tensor.
     """
     inputs = [options.model, options.samples]
+    if options.training is not None:
+        inputs.append(options.training.calibration)
     check_destination(options.out, force=options.force, inputs=inputs, kind="calibration")
     checkpoint = Checkpoint.open(options.model)
     spec, names = checkpoint.spec, checkpoint.spec.linear_names
@@ -68,6 +92,12 @@ def validate(options: Options) -> Checkpoint:
         raise UnsupportedError(
             f"{options.model}: --sensitivity and --budget work on logits as a known architecture"
             f" makes them, and {spec.architecture} is none; calibrate without"
+        )
+    if options.training is not None and (spec.generic or spec.sparse_layers):
+        what = "experts" if spec.sparse_layers else f"the architecture {spec.architecture}"
+        raise UnsupportedError(
+            f"{options.model}: recover does not train models with {what}; calibrate with"
+            " --algorithm gptq, or with --budget"
         )
     if options.budget is not None and options.algorithm == "gptq":
         raise ConfigError(
@@ -95,14 +125,22 @@ def validate_rescale(
     inputs = [calibration, *([model] if model else [])]
     check_destination(out, force=force, inputs=inputs, kind="calibration")
     manifest = Manifest.load(calibration, "calibration", verify=False)
-    where = model or Path(str(manifest.details.get("source", "(not recorded)")))
-    if model is None and not where.is_dir():
-        raise ArtifactError(
-            f"{calibration}: its checkpoint {where} is not there; say where with --model"
-        )
-    checkpoint = Checkpoint.open(where)
+    checkpoint = Checkpoint.open(source_of(calibration, manifest, model))
     recipe.check_patterns(checkpoint.spec.linear_names)
     if gate is not None:
         gate.check_spec(checkpoint.spec, calibration)
         check_refused(refused_directory(out))
     return checkpoint
+
+
+def source_of(calibration: Path, manifest: Manifest, model: Path | None) -> Path:
+    """Returns `model`, or else the checkpoint's directory that the calibration recorded.
+
+    Raises ArtifactError if that is no longer there.
+    """
+    where = model or Path(str(manifest.details.get("source", "(not recorded)")))
+    if model is None and not where.is_dir():
+        raise ArtifactError(
+            f"{calibration}: its checkpoint {where} is not there; say where with --model"
+        )
+    return where

@@ -25,6 +25,7 @@ from calibrate.observe.sweep import Observed, observe_checkpoint
 from calibrate.options import Options, validate
 from calibrate.quality.budget import check_samples
 from calibrate.quality.refused import drop_refused, refused_directory
+from calibrate.recover import recover
 from calibrate.report.console import print_report
 from calibrate.report.document import Report
 from calibrate.samples.inputs import Inputs, read_inputs
@@ -37,7 +38,7 @@ from octet.artifacts.calibration import Calibration
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
 from octet.artifacts.provenance import ModelIdentity
-from octet.errors import ArtifactError, ConfigError, GateError
+from octet.errors import ArtifactError, ConfigError, GateError, SampleError
 from octet.model.folding import describe_folds
 from octet.progress import progress_bar
 
@@ -69,8 +70,8 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
         job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
-        changed = _changed(job)
         steps = _steps(job)
+        changed = _changed(job, steps)
         golden, observed, seconds = _observe(job, changed, steps)
         changed, observed = _fold(job, changed, observed)
         mine = group.rank == 0
@@ -96,7 +97,15 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
 
 
 def _check_evaluation(options: Options, inputs: Inputs) -> None:
-    """Raises ConfigError if held-out samples are too few for the budget or the gate."""
+    """Raises ConfigError if held-out samples are too few for the budget or the gate.
+
+    Raises SampleError if a training could see them.
+    """
+    if options.training is not None and (shared := inputs.split.shared):
+        raise SampleError(
+            f"{shared} of the held-out samples are also training samples, on which the result would"
+            " look better than it is: give others with --held-out, or a smaller --count"
+        )
     if options.budget is not None:
         check_samples(options.budget, inputs.evaluation)
     if options.gate is not None:
@@ -152,11 +161,11 @@ def _say(console: Console | None, line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _changed(job: Job) -> ChangedModel:
+def _changed(job: Job, steps: Steps) -> ChangedModel:
     """Checks the weights, and changes them if an algorithm is wanted."""
-    options = job.options
+    options, training = job.options, job.options.training
     if options.algorithm is not None and job.group.world > 1:
-        raise ConfigError("--algorithm runs in one process: start it without torchrun")
+        raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
     check_finite(job.checkpoint, job.console, job.group)
     return changed_model(
         job.checkpoint,
@@ -169,6 +178,8 @@ def _changed(job: Job) -> ChangedModel:
         restart=options.restart,
         force=options.force,
         console=job.console,
+        compute=None if training is None else partial(recover, job, training, steps),
+        settings="" if training is None else repr(training),
     )
 
 
@@ -306,7 +317,7 @@ def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) ->
     if job.console is not None:
         print_report(job.console, report, page=page)
     again = f"calibrate again (it continues from {options.progress}, without observing)"
-    budget = None if options.algorithm == "gptq" else again
+    budget = None if options.algorithm in ("gptq", "recover") else again
     return gate.error(options.out, refused, again=again, budget=budget)
 
 

@@ -166,11 +166,11 @@ def _as_calibrated(checkpoint: Checkpoint, origin: Calibration) -> Checkpoint:
 
 
 def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """Returns the weight scales that GPTQ fitted the weights to; no other scales fit them.
+    """Returns the weight scales that GPTQ or recover fitted the weights to; no others fit them.
 
     Returns {} for the other algorithms. AWQ chose weights that one recipe rounds well, and their
     scales can be derived again. SmoothQuant's weights compute the same function as before and suit
-    any recipe. Raises ConfigError if GPTQ or AWQ fitted the weights to another recipe.
+    any recipe. Raises ConfigError if the weights were fitted to another recipe.
     """
     algorithm = (origin.manifest.details.get("algorithm") or {}).get("name")
     if algorithm in (None, "smoothquant"):
@@ -182,7 +182,7 @@ def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32
             f"{origin.path}: its weights were fitted to recipe {before.name} by {algorithm};"
             f" calibrate again for recipe {recipe.name}"
         )
-    if algorithm != "gptq":
+    if algorithm == "awq":
         return {}
     suffixes = (".weight_scale", ".weight_global_scale")
     return {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}

@@ -1,4 +1,4 @@
-"""`octet calibrate` and `octet rescale`: a model observed once, and scales for any recipe."""
+"""`octet calibrate`, `rescale` and `recover`: a model observed, and scales for any recipe."""
 
 import os
 import sys
@@ -33,10 +33,11 @@ from octet_cli.options import (
 )
 
 if TYPE_CHECKING:
+    from calibrate.options import Options
     from export.source import Source as Opened
     from octet.hardware.choice import Choice
 
-__all__ = ["calibrate", "chosen_for", "chosen_recipe", "rescale"]
+__all__ = ["calibrate", "chosen_for", "chosen_recipe", "recover", "rescale"]
 
 KvOption = Annotated[
     KvCacheDtype | None,
@@ -48,6 +49,22 @@ Predict = Annotated[
         "--predict/--no-predict", help="Predict the divergence of each way of serving the model."
     ),
 ]
+Samples = Annotated[
+    Path, typer.Option("--samples", help="JSONL, text, folder of texts, Parquet or data set.")
+]
+Count = Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to run.")]
+MessagesField = Annotated[
+    str, typer.Option(help="Field of each sample that holds its conversation.")
+]
+MaxLength = Annotated[int, typer.Option(min=1, help="Tokens in a row, at most.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a forward pass.")]
+Where = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Discard what an interrupted run has computed.")
+]
+FewSamples = Annotated[
+    bool, typer.Option("--allow-few-samples", help="Accept fewer than 128 samples.")
+]
 Exclude = Annotated[
     list[str] | None,
     typer.Option(help="Pattern of module names to leave in full precision; may be repeated."),
@@ -56,9 +73,7 @@ Exclude = Annotated[
 
 def calibrate(
     model: Model,
-    samples: Annotated[
-        Path, typer.Option("--samples", help="JSONL, text, folder of texts, Parquet or data set.")
-    ],
+    samples: Samples,
     out: Out,
     recipe: Annotated[
         str, typer.Option(help=f"{RECIPES}, a YAML file, or auto: what runs best on --for.")
@@ -74,28 +89,24 @@ def calibrate(
     name: Annotated[
         str | None, typer.Option(help="What to serve the model as (default: its directory's name).")
     ] = None,
-    count: Annotated[int, typer.Option("--count", "-n", min=1, help="Samples to run.")] = 256,
+    count: Count = 256,
     held_out: Annotated[
         Path | None, typer.Option(help="Samples for golden records and budget, not for scales.")
     ] = None,
     text_field: TextField = "text",
-    messages_field: Annotated[
-        str, typer.Option(help="Field of each sample that holds its conversation.")
-    ] = "messages",
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens in a row, at most.")] = 512,
+    messages_field: MessagesField = "messages",
+    max_length: MaxLength = 512,
     long: Annotated[
         Literal["cut", "split", "refuse"], typer.Option(help="What becomes of a longer sample.")
     ] = "cut",
     pack: Annotated[
         bool, typer.Option("--pack", help="Join samples into full rows instead of padding.")
     ] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a forward pass.")] = 8,
+    batch_size: BatchSize = 8,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"], typer.Option(help="Arithmetic of the forward pass.")
     ] = "auto",
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")
-    ] = "auto",
+    device: Where = "auto",
     algorithm: Annotated[
         Literal["smoothquant", "awq", "gptq"] | None,
         typer.Option(help="Change the weights first, with NVIDIA's ModelOpt."),
@@ -112,12 +123,8 @@ def calibrate(
     spill: Annotated[
         Path | None, typer.Option(help="Directory for activations that memory cannot hold.")
     ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Discard what an interrupted run has computed.")
-    ] = False,
-    allow_few_samples: Annotated[
-        bool, typer.Option("--allow-few-samples", help="Accept fewer than 128 samples.")
-    ] = False,
+    restart: Restart = False,
+    allow_few_samples: FewSamples = False,
     predict: Predict = True,
     force: Force = False,
     as_json: Json = False,
@@ -129,7 +136,7 @@ def calibrate(
     it did not write. --restart begins anew, and so does --force where a run cannot continue. Under
     torchrun, processes share the samples.
     """
-    from calibrate.options import Options, validate
+    from calibrate.options import Options
     from calibrate.quality.gate import Gate
 
     choice = None
@@ -165,13 +172,90 @@ def calibrate(
         predict=predict,
         force=force,
     )
+    _run(options, as_json)
+
+
+def recover(
+    calibration: Source,
+    samples: Samples,
+    out: Out,
+    held_out: Annotated[
+        Path | None,
+        typer.Option(help="Samples that decide whether it helped, and for golden records."),
+    ] = None,
+    train: Annotated[
+        Literal["all", "weights", "norms"],
+        typer.Option(help="Train the quantized weights, the norms, or all of these."),
+    ] = "all",
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 6,
+    learning_rate: Annotated[
+        float, typer.Option(min=1e-8, max=1.0, help="Of Adam, at its highest.")
+    ] = 1.5e-5,
+    count: Count = 256,
+    model: ModelOption = None,
+    text_field: TextField = "text",
+    messages_field: MessagesField = "messages",
+    max_length: MaxLength = 512,
+    batch_size: BatchSize = 8,
+    device: Where = "auto",
+    max_kl: MaxKl = None,
+    max_ppl_change: MaxPplChange = None,
+    restart: Restart = False,
+    allow_few_samples: FewSamples = False,
+    predict: Predict = True,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Train the quantized weights of a calibration to answer as the original model does.
+
+    The result is a calibration with weights of its own. It is written only if the divergence on
+    held-out text is lower than before, with 95 % confidence. An interrupted run continues where it
+    stopped when the same command is given again.
+    """
+    from calibrate.options import Options, Training, source_of
+    from calibrate.quality.gate import Gate
+
+    manifest = Manifest.load(calibration, "calibration", verify=False)
+    options = Options(
+        model=source_of(calibration, manifest, model),
+        samples=samples,
+        out=out,
+        recipe=manifest.recipe,
+        name=manifest.model.name,
+        count=count,
+        held_out=held_out,
+        text_field=text_field,
+        messages_field=messages_field,
+        max_length=max_length,
+        batch_size=batch_size,
+        device=device,
+        algorithm="recover",
+        training=Training(
+            calibration=calibration,
+            train=("weights", "norms") if train == "all" else (train,),
+            epochs=epochs,
+            learning_rate=learning_rate,
+        ),
+        gate=Gate.parse(max_kl, max_ppl_change),
+        restart=restart,
+        allow_few_samples=allow_few_samples,
+        predict=predict,
+        force=force,
+    )
+    _run(options, as_json)
+
+
+def _run(options: "Options", as_json: bool) -> None:
+    """Runs a calibration, and says what it wrote, or what an interrupted run kept."""
+    from calibrate.options import validate
+
     validate(options)  # before torch is loaded
     with held_back():
         from calibrate.decoder.arithmetic import fit_threads
         from calibrate.journal.journal import recorded_threads
         from calibrate.pipeline import run
 
-    fit_threads(None if restart else recorded_threads(options.progress))
+    fit_threads(None if options.restart else recorded_threads(options.progress))
     try:
         calibration = run(options, console=console_for(as_json))
     except (KeyboardInterrupt, GpuError):
@@ -179,7 +263,7 @@ def calibrate(
             print(f"kept {options.progress}: the same command continues there", file=sys.stderr)
         raise
     if calibration is not None:  # only the first of several processes writes
-        _wrote(out, calibration.manifest, model, as_json)
+        _wrote(options.out, calibration.manifest, options.model, as_json)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # gloo's threads can outlive their group, and abort the interpreter while it shuts down:
         # torchrun would treat that as a failure, and stop the other processes.

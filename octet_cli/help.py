@@ -30,6 +30,10 @@ EXAMPLES = {
         "octet rescale calibration --recipe fp8-static --out static",
         "octet rescale calibration --kv e4m3 --out e4m3",
     ),
+    "recover": (
+        "octet recover calibration --samples samples.jsonl --held-out heldout.jsonl -o recovered",
+        "octet recover calibration --samples samples.jsonl --train norms --epochs 4 -o recovered",
+    ),
     "export": (
         "octet export checkpoint calibration --out checkpoint",
         "octet export onnx calibration --out onnx",

@@ -17,7 +17,7 @@ from octet import __version__
 from octet.errors import ConfigError, OctetError, printable
 from octet.hardware.cores import wait_briefly
 from octet_cli.bench import bench
-from octet_cli.calibrate import calibrate, rescale
+from octet_cli.calibrate import calibrate, recover, rescale
 from octet_cli.doctor import doctor
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
@@ -43,7 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(calibrate, rescale, build_engine, golden, verify),
+    *(calibrate, rescale, recover, build_engine, golden, verify),
     *(evaluate, bench, plan, doctor, prewarm, serve),
 ):
     called = command.__name__.replace("_", "-")

@@ -1,12 +1,13 @@
-"""Applies SmoothQuant, AWQ or GPTQ once; keeps the changed weights for a resumed run."""
+"""Applies an algorithm once; keeps the changed weights for a resumed run."""
 
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
+from calibrate.algorithms.changed import Changed
 from calibrate.decoder.loading import ComputeDtype
 from calibrate.samples.batches import Batch
 from octet.artifacts.calibration import WEIGHTS_FILE
@@ -58,16 +60,19 @@ def changed_model(
     restart: bool = False,
     force: bool = False,
     console: Console | None = None,
+    compute: Callable[[], Changed] | None = None,
+    settings: str = "",
 ) -> ChangedModel:
     """Returns `checkpoint` with the weights that `algorithm` changed, or as it is without one.
 
-    The result is kept in `directory`, and read back if it is there. The directory appears
-    atomically. Raises ArtifactError if it belongs to another model, recipe, algorithm or set of
-    samples, or was altered, unless `restart` or `force` discards it.
+    `compute` is the algorithm, if it is none of ModelOpt's, and depends on `settings`. The result
+    is kept in `directory`, and read back if it is there. The directory appears atomically. Raises
+    ArtifactError if it belongs to another model, recipe, algorithm or set of samples, or was
+    altered, unless `restart` or `force` discards it.
     """
     if algorithm is None:
         return ChangedModel(checkpoint)
-    key = _key(checkpoint, algorithm, recipe, batches, dtype)
+    key = _key(checkpoint, f"{algorithm}{settings}", recipe, batches, dtype)
     if restart:
         shutil.rmtree(directory, ignore_errors=True)
     if directory.exists() and force:
@@ -78,15 +83,19 @@ def changed_model(
     if not directory.exists():
         from calibrate.algorithms.modelopt import apply_algorithm
 
-        changed = apply_algorithm(
-            checkpoint,
-            algorithm,
-            recipe,
-            batches,
-            dtype=dtype,
-            device=device,
-            console=console,
-        )
+        changed = (
+            compute
+            or partial(
+                apply_algorithm,
+                checkpoint,
+                algorithm,
+                recipe,
+                batches,
+                dtype=dtype,
+                device=device,
+                console=console,
+            )
+        )()
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:

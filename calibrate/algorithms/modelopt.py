@@ -18,7 +18,6 @@ configured for INT8; the result depends on no format. The whole model is in memo
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, TypeAlias
 
@@ -27,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
+from calibrate.algorithms.changed import Changed, in_stored_dtype
 from calibrate.algorithms.modelopt_backend import BACKEND, attach_rounding, register_backend
 from calibrate.algorithms.smoothing import fold, power_of_two, shared_vector, sites
 from calibrate.decoder.arithmetic import stock_linears
@@ -35,12 +35,11 @@ from calibrate.samples.batches import Batch
 from calibrate.scales.weights import weight_scales
 from octet.errors import NumericsError, UnsupportedError
 from octet.model.checkpoint import Checkpoint
-from octet.numerics.bits import float32_to_bf16
 from octet.progress import progress_bar
 from octet.recipe import Recipe, TensorScheme
 from octet.storage.tensors import Tensor
 
-__all__ = ["Algorithm", "Changed", "apply_algorithm"]
+__all__ = ["Algorithm", "apply_algorithm"]
 
 Algorithm = Literal["smoothquant", "awq", "gptq"]
 Schemes: TypeAlias = dict[str, tuple[TensorScheme, TensorScheme]]  # weights, activations; by linear
@@ -54,20 +53,6 @@ _SETTINGS: dict[Algorithm, dict[str, Any]] = {
     "awq": {"method": "awq_lite"},
     "gptq": {"method": "gptq", "layerwise": {"enable": True}},
 }
-
-
-@dataclass(frozen=True)
-class Changed:
-    """The result of an algorithm.
-
-    `tensors` replace those of the same names in the checkpoint. `scales` are the grid that gptq has
-    put the weights on, under the calibration's names (`<linear>.weight_scale`, ...): any other
-    scale would round them a second time. `details` are for the manifest.
-    """
-
-    tensors: dict[str, Tensor]
-    scales: dict[str, Float32Array] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 def apply_algorithm(
@@ -178,22 +163,14 @@ def _vectors(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, 
 
 
 def _moved(checkpoint: Checkpoint, model: Any, schemes: Schemes) -> dict[str, Tensor]:
-    """Returns the weights that gptq moved, in the checkpoint's dtype.
-
-    A 16-bit dtype rounds a value of the grid by far less than half the grid's step, so quantizing
-    it with the grid's own scale gives the code that gptq chose.
-    """
+    """Returns the weights that gptq moved, in the checkpoint's dtype."""
     tensors = {}
     for linear in schemes:
         name = f"{linear}.weight"
         values = model.get_parameter(name).detach().float().cpu().numpy()
         if not np.isfinite(values).all():
             raise NumericsError(f"{name}: gptq made NaN or Inf of it; use more samples")
-        dtype = checkpoint.read(name).dtype
-        if dtype == "BF16":
-            tensors[name] = Tensor(dtype, float32_to_bf16(values))
-        else:
-            tensors[name] = Tensor.of(values.astype(np.float16 if dtype == "F16" else np.float32))
+        tensors[name] = in_stored_dtype(values, checkpoint.dtype(name))
     return tensors
 
 

@@ -3,10 +3,14 @@
 Equals `octet.numerics.scaling` and `octet.numerics.microscaling` to the bit and shares their
 conventions: `real = stored * scale [* global_scale]`, everything in float32, the input divided by
 its scale, rounded to nearest even and saturated. A NaN stays a NaN, even if the format has none.
+
+Gradients pass straight through: that of an input is that of its rounded value (Bengio et al.,
+"Estimating or Propagating Gradients Through Stochastic Neurons", 2013).
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -17,6 +21,8 @@ from octet.recipe import KvCacheDtype, TensorScheme
 
 __all__ = ["fake_quantize", "round_cache", "round_to"]
 
+P = ParamSpec("P")
+
 _EXPONENT = 0x7F800000  # the exponent bits of a float32: alone, they are 2^floor(log2|x|)
 _TINY = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
@@ -24,6 +30,22 @@ _CACHE = {"e4m3": E4M3, "e5m2": E5M2}
 _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def _straight_through(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Gives a function that rounds its first argument the gradient of that argument."""
+
+    @wraps(function)
+    def rounding(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        x = args[0]
+        if not (isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()):
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            rounded = function(*args, **kwargs)
+        return rounded + (x - x.detach())  # adds 0
+
+    return rounding
+
+
+@_straight_through
 def fake_quantize(
     x: Tensor,
     scheme: TensorScheme,
@@ -59,6 +81,7 @@ def fake_quantize(
     return rounded[..., :columns].to(x.dtype)
 
 
+@_straight_through
 def round_cache(
     x: Tensor,
     kv_cache: KvCacheDtype,

@@ -9,6 +9,7 @@ computed with, if all of them fit.
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -37,7 +38,11 @@ _Copied: TypeAlias = tuple[str, torch.Tensor, torch.cuda.Event]
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns how many bytes of a GPU this process can still allocate."""
+    """Returns how many bytes of a GPU, or of the machine, this process can still allocate."""
+    if device.type != "cuda":
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return int(found["MemAvailable"].split()[0]) << 10
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

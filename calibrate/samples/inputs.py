@@ -55,6 +55,12 @@ class Split:
         """Number of calibration samples that differ."""
         return len({sample.key for sample in self.calibration})
 
+    @property
+    def shared(self) -> int:
+        """Number of held-out samples that are also run."""
+        seen = {sample.key for sample in self.calibration}
+        return sum(sample.key in seen for sample in self.held_out)
+
 
 def split_samples(
     file: SampleFile, held_out: SampleFile | None, count: int, minimum: int = MINIMUM

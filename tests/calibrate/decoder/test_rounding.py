@@ -190,3 +190,19 @@ def test_bytes_of_one_format_are_read_as_the_other(written: Any, read: str) -> N
     theirs = formats.decode(codes, FORMATS[read]) * scale
     np.testing.assert_array_equal(ours.numpy(), theirs)
     assert np.isnan(theirs).any() == (written == "e4m3")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-static", "nvfp4", "mxfp4"])
+def test_gradients_pass_straight_through(name: str) -> None:
+    """With a gradient the values are the same to the bit."""
+    scheme = PRESETS[name].activations
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    scale = torch.tensor(0.01) if name == "fp8-static" else None
+    second = torch.tensor(0.001) if name == "nvfp4" else None
+    rounded = fake_quantize(x, scheme, scale, second)
+    assert torch.equal(rounded.detach(), fake_quantize(x.detach(), scheme, scale, second))
+    torch.autograd.backward((rounded * torch.arange(64)).sum())
+    assert x.grad is not None and torch.equal(x.grad, torch.arange(64.0).expand(5, 64))
+    kept = round_cache(x, "e5m2", torch.tensor(0.5))
+    assert torch.equal(kept.detach(), round_cache(x.detach(), "e5m2", torch.tensor(0.5)))
+    assert kept.requires_grad

@@ -1,0 +1,257 @@
+"""`octet recover`: what it trains, writes, refuses, and continues."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from calibrate import recover
+from calibrate.decoder.rounding import fake_quantize
+from calibrate.options import Options, Training, validate
+from calibrate.pipeline import run
+from calibrate.samples.batches import Batch
+from calibrate.simulate.model import module_schemes
+from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.errors import (
+    ArtifactError,
+    ConfigError,
+    GateError,
+    NumericsError,
+    SampleError,
+    UnsupportedError,
+)
+from octet.model.checkpoint import Checkpoint
+from octet.recipe import Recipe
+from octet.storage.tensors import TensorFile
+from tests.command import octet
+from tests.models import write_model
+from tests.shared import Shared
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def origin(tiny_model: Path, example_samples: Path, shared: Shared) -> Path:
+    """The tiny model calibrated for `nvfp4`."""
+
+    def build(path: Path) -> None:
+        run(
+            Options(
+                model=tiny_model,
+                samples=example_samples / "calibration.jsonl",
+                held_out=example_samples / "heldout.jsonl",
+                out=path,
+                recipe=Recipe.load("nvfp4"),
+                count=128,
+                max_length=32,
+                predict=False,
+            )
+        )
+
+    return shared.directory("tiny-nvfp4", build)
+
+
+@pytest.fixture
+def options(tiny_model: Path, example_samples: Path, origin: Path, tmp_path: Path) -> Options:
+    return Options(
+        model=tiny_model,
+        samples=example_samples / "calibration.jsonl",
+        held_out=example_samples / "heldout.jsonl",
+        out=tmp_path / "recovered",
+        recipe=Recipe.load("nvfp4"),
+        count=128,
+        max_length=32,
+        predict=False,
+        algorithm="recover",
+        training=Training(calibration=origin, epochs=2, learning_rate=3e-4),
+    )
+
+
+@pytest.fixture(scope="module")
+def recovered(
+    origin: Path, tiny_model: Path, example_samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same as the command writes it."""
+    out = tmp_path_factory.mktemp("recovered") / "recovered"
+    succeed(
+        *("recover", origin, "--samples", example_samples / "calibration.jsonl"),
+        *("--held-out", example_samples / "heldout.jsonl", "--count", 128, "--max-length", 32),
+        *("--epochs", 2, "--learning-rate", 3e-4, "--no-predict", "-o", out),
+    )
+    return out
+
+
+def succeed(*arguments: object) -> None:
+    done = octet(*arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def training_of(options: Options) -> Training:
+    assert options.training is not None
+    return options.training
+
+
+def test_the_divergence_is_lower_and_the_weights_are_on_the_grid(
+    recovered: Path, tiny_model: Path
+) -> None:
+    calibration = Calibration.load(recovered)
+    details = calibration.manifest.details["algorithm"]
+    assert details["held_out"]["after"] < details["held_out"]["before"]
+    assert details["held_out"]["less"]["low"] > 0
+    assert len(details["loss"]) == details["epochs"] == 2
+    original = Checkpoint.open(tiny_model)
+    trained = calibration.applied_to(original)
+    schemes = module_schemes(original.spec, calibration.manifest.recipe)
+    for linear, (scheme, _) in schemes.items():
+        weight = torch.from_numpy(trained.read(f"{linear}.weight").float32())
+        scale = torch.from_numpy(calibration.scales[f"{linear}.weight_scale"])
+        second = torch.from_numpy(calibration.scales[f"{linear}.weight_global_scale"])
+        rounded = fake_quantize(weight, scheme, scale, second)
+        assert torch.equal(rounded.bfloat16().float(), weight)
+        before = torch.from_numpy(original.read(f"{linear}.weight").float32())
+        assert not torch.equal(fake_quantize(before, scheme, scale, second), rounded)
+    norm = "model.layers.1.post_attention_layernorm.weight"
+    assert (trained.read(norm).float32() != original.read(norm).float32()).any()
+
+
+def test_every_export_reads_back_as_calibrated(recovered: Path, tmp_path: Path) -> None:
+    succeed("export", "checkpoint", recovered, "--gate", "off", "-o", tmp_path / "checkpoint")
+    succeed("verify", tmp_path / "checkpoint", "--calibration", recovered)
+    succeed("export", "onnx", recovered, "--gate", "off", "-o", tmp_path / "onnx")
+    succeed("verify", tmp_path / "onnx", "--calibration", recovered)
+
+
+def test_its_weights_are_for_one_recipe(recovered: Path, tmp_path: Path) -> None:
+    failed = octet("rescale", recovered, "--recipe", "fp8", "-o", tmp_path / "fp8")
+    assert failed.returncode == 2
+    assert "were fitted to recipe nvfp4 by recover" in failed.stderr
+    succeed(
+        *("rescale", recovered, "--kv", "e4m3", "--no-predict", "-o", tmp_path / "e4m3"),
+    )
+    kept = [(path / WEIGHTS_FILE).read_bytes() for path in (recovered, tmp_path / "e4m3")]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("at", [0, 20])
+def test_a_killed_run_continues_to_the_same_bytes(
+    at: int, recovered: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recover, "_KEPT_S", -1.0)
+    steps: list[float] = []
+    real = recover.backward
+
+    def until(*args: Any) -> float:
+        if len(steps) == at:
+            raise KeyboardInterrupt
+        steps.append(real(*args))
+        return steps[-1]
+
+    monkeypatch.setattr(recover, "backward", until)
+    with pytest.raises(KeyboardInterrupt):
+        run(options)
+    assert not options.out.exists()
+    rest: list[float] = []
+
+    def counted(*args: Any) -> float:
+        rest.append(real(*args))
+        return rest[-1]
+
+    monkeypatch.setattr(recover, "backward", counted)
+    run(options)
+    assert len(steps) + len(rest) == 2 * 16  # batches in two epochs: none is repeated
+    for name in (WEIGHTS_FILE, "scales.safetensors", "histograms.safetensors"):
+        assert (options.out / name).read_bytes() == (recovered / name).read_bytes()
+
+
+def test_only_norms_are_trained(options: Options, tiny_model: Path) -> None:
+    training = replace(training_of(options), train=("norms",), learning_rate=1e-2, epochs=1)
+    calibration = run(replace(options, training=training))
+    assert calibration is not None
+    original, trained = (
+        Checkpoint.open(tiny_model),
+        calibration.applied_to(Checkpoint.open(tiny_model)),
+    )
+    schemes = module_schemes(original.spec, calibration.manifest.recipe)
+    scales = calibration.scales
+    for linear, (scheme, _) in schemes.items():
+        scale, second = (
+            torch.from_numpy(scales[f"{linear}.{name}"])
+            for name in ("weight_scale", "weight_global_scale")
+        )
+        before = torch.from_numpy(original.read(f"{linear}.weight").float32())
+        after = torch.from_numpy(trained.read(f"{linear}.weight").float32())
+        assert torch.equal(fake_quantize(before, scheme, scale, second).bfloat16().float(), after)
+    changed = set(TensorFile.open(options.out / WEIGHTS_FILE).names)
+    assert "model.norm.weight" in changed and "model.layers.0.input_layernorm.weight" in changed
+
+
+def test_a_result_that_is_no_better_is_not_written(options: Options) -> None:
+    training = replace(training_of(options), learning_rate=0.03, epochs=1)
+    with pytest.raises(GateError, match=r"not written: .* give a lower --learning-rate") as refused:
+        run(replace(options, training=training))
+    assert str(options.progress) in str(refused.value)
+    assert not options.out.exists() and list(options.progress.rglob("training.safetensors"))
+
+
+def test_a_loss_that_is_not_finite(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recover, "backward", lambda *_: float("nan"))
+    with pytest.raises(NumericsError, match=r"after 0 steps .* lower --learning-rate than 0\.0003"):
+        run(options)
+    assert not options.out.exists()
+
+
+@pytest.mark.parametrize(("megabytes", "norms"), [(40, True), (1, False)])
+def test_too_little_memory_names_what_helps(
+    megabytes: int, norms: bool, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 49 MB: 30, and 19 for the gradients and moments of the weights."""
+    monkeypatch.setattr(recover, "free_memory", lambda _device: megabytes * 1_000_000)
+    with pytest.raises(ConfigError, match="GB of memory") as refused:
+        run(options)
+    assert "a smaller --batch-size" in str(refused.value)
+    assert ("--train norms" in str(refused.value)) == norms
+
+
+def test_held_out_samples_must_not_be_trained_on(options: Options) -> None:
+    with pytest.raises(SampleError, match="held-out samples are also training samples"):
+        run(replace(options, held_out=options.samples))
+
+
+def test_a_calibration_of_another_checkpoint(options: Options, tmp_path: Path) -> None:
+    write_model(tmp_path / "other", "llama")
+    with pytest.raises(ArtifactError, match="other"):
+        run(replace(options, model=tmp_path / "other"))
+
+
+def test_experts_are_not_trained(options: Options, tmp_path: Path) -> None:
+    write_model(tmp_path / "experts", "mixtral")
+    with pytest.raises(UnsupportedError, match="does not train models with experts"):
+        validate(replace(options, model=tmp_path / "experts"))
+
+
+def test_the_gradient_is_that_of_the_divergence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    teacher, head = (
+        torch.randn(7, 16, generator=generator),
+        torch.randn(50, 16, generator=generator),
+    )
+    states = torch.randn(2, 4, 16, generator=generator, requires_grad=True)
+    batch = Batch(torch.zeros(2, 4, dtype=torch.int64), (4, 3), ("", ""))
+    loss = recover.backward(states, batch, teacher, head)
+    expected, gradient = by_autograd(states, teacher, head)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert states.grad is not None
+    torch.testing.assert_close(states.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def by_autograd(states: Tensor, teacher: Tensor, head: Tensor) -> tuple[float, Tensor]:
+    copy = states.detach().clone().requires_grad_()
+    rows = torch.cat((copy[0], copy[1, :3]))
+    p, q = (teacher @ head.T).log_softmax(-1), (rows @ head.T).log_softmax(-1)
+    loss = torch.nn.functional.kl_div(q, p, log_target=True, reduction="batchmean")
+    torch.autograd.backward(loss)
+    assert copy.grad is not None
+    return float(loss.detach()), copy.grad

@@ -24,7 +24,8 @@ CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its
 
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
-_LISTED = 80  # tokens of the shortest list of ids
+_LISTED = 80  # tokens of the shortest list of ids, or
+_LISTED_SHARE = 0.8  # this share of the longest prompt of a short context
 _SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
 
 
@@ -58,10 +59,11 @@ def choose_prompts(
     first = first_part(len(lengths))[::-1]  # sent first by an admission: its lists are made first
     rest = [turn for turn in turns if turn not in first]
     listing = {turn for n, turn in enumerate(first) if n % 3} | {x for x in rest if x % 2 == 0}
+    shortest = min(_LISTED, _LISTED_SHARE * lengths[-1])
     found = {
         turn: pieces.cut(lengths[turn])
         for turn in turns
-        if lengths[turn] < _LISTED or turn not in listing
+        if lengths[turn] < shortest or turn not in listing
     }
     lists = set[int]()
     for part in (first, rest):

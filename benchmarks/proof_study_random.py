@@ -500,15 +500,14 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
     return max(0.0, middle - spread), min(1.0, middle + spread)
 
 
-def half_refused(rows: Sequence[dict[str, Any]], where: str, most: int = 64) -> float | None:
+def half_refused(rows: Sequence[dict[str, Any]], where: str) -> float | None:
     """Returns the change of perplexity on own text, in %, at which half of the faults are refused.
 
-    Refusals by `most` prompts count. It is that of a logistic curve over the logarithm of the
-    change, fitted by Newton's method.
+    It is that of a logistic curve over the logarithm of the change, fitted by Newton's method.
     """
     known = [row for row in rows if 0 < row["own text %"] < math.inf]
     x = np.log([row["own text %"] for row in known])
-    y = np.array([row[where] in REFUSED and row["prompts"] <= most for row in known], float)
+    y = np.array([row[where] in REFUSED for row in known], float)
     if not 0 < y.sum() < len(y):
         return None
     design = np.stack([np.ones_like(x), x], 1)
@@ -537,9 +536,7 @@ def summarized(
         "causes": _causes(faulty),
         "causes of simulated faults": _causes(known),
         "half refused at %": {
-            f"admission, by {FIRST} prompts": half_refused(faulty, "admission", FIRST),
-            "admission": half_refused(faulty, "admission"),
-            "all prompts": half_refused(faulty, "all prompts"),
+            where: half_refused(faulty, where) for where in ("admission", "all prompts")
         },
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.samples.vocabulary import Unlisted
-from octet.artifacts.golden import first_part
+from octet.artifacts.golden import FIRST, spread
 from octet.errors import SampleError
 
 __all__ = ["CONTINUATION", "LONGEST", "READ", "Chosen", "choose_prompts", "too_short"]
@@ -24,8 +24,7 @@ CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its
 
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
-_LISTED = 80  # tokens of the shortest list of ids, or
-_LISTED_SHARE = 0.8  # this share of the longest prompt of a short context
+_LISTED = 64  # tokens of the shortest list of ids
 _SHIFTS = 8  # tokens by which a start inside a sample may move, to where text can be cut
 
 
@@ -56,17 +55,15 @@ def choose_prompts(
     pieces = _Pieces(sequences, tokenizer)
     unlisted = Unlisted(tokenizer, vocab_size, sequences)
     turns = range(len(lengths))[::-1]
-    first = first_part(len(lengths))[::-1]  # sent first by an admission: its lists are made first
+    first = spread(len(lengths), FIRST)  # sent first by an admission, whose lists are made first
     rest = [turn for turn in turns if turn not in first]
-    listing = {turn for n, turn in enumerate(first) if n % 3} | {x for x in rest if x % 2 == 0}
-    shortest = min(_LISTED, _LISTED_SHARE * lengths[-1])
     found = {
         turn: pieces.cut(lengths[turn])
         for turn in turns
-        if lengths[turn] < shortest or turn not in listing
+        if lengths[turn] < _LISTED or (turn % 3 != 1 if turn in first else turn % 2)
     }
     lists = set[int]()
-    for part in (first, rest):
+    for part in (first[::-1], rest):
         unlisted.take(token for turn in part if turn in found for token in found[turn][1])
         for turn in (turn for turn in part if turn not in found):
             listed = _cut(unlisted.listed(lengths[turn]), tokenizer, lengths[turn] // 2)

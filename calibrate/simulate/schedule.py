@@ -1,7 +1,7 @@
 """Plans the runs of a simulation, and which of them go through the layers together.
 
-Paths run over all records, `REPEATS` times; faults run once, over the `FAULT_RECORDS` records that
-an admission sends first. Those are in batches of their own. So a fault of one layer can start from
+Paths run over all records, `REPEATS` times; faults run once, over `FAULT_RECORDS` of them, evenly
+spaced by length. Those records are in batches of their own. So a fault of one layer can start from
 the fault-free path's hidden states before that layer, bit for bit, and run only the layers from
 there on.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from octet.artifacts.golden import FIRST, GoldenSet, first_part
+from octet.artifacts.golden import FIRST, GoldenSet, spread
 from octet.artifacts.scenarios import Scenario
 
 __all__ = ["REPEATS", "Run", "fault_records", "planned", "shares"]
@@ -22,10 +22,10 @@ _COST = {"float32": 4, "bfloat16": 1}  # on a GPU: `calibrate.decoder.split_matm
 
 
 def fault_records(golden: GoldenSet) -> list[int]:
-    """Returns the indices of the records that faults are simulated on: an admission's first."""
+    """Returns the indices of the records that faults are simulated on, evenly spaced by length."""
     lengths = [len(record.prompt_token_ids) for record in golden.records]
     order = sorted(range(len(lengths)), key=lambda n: lengths[n])
-    return sorted(order[n] for n in first_part(len(order), FAULT_RECORDS))
+    return sorted(order[n] for n in spread(len(order), FAULT_RECORDS))
 
 
 @dataclass

@@ -19,7 +19,7 @@ __all__ = [
     "GoldenSet",
     "Scope",
     "Top",
-    "first_part",
+    "spread",
 ]
 
 GOLDEN_FILE = "golden.json"
@@ -121,16 +121,7 @@ class GoldenSet(BaseModel):
         return max((len(record.prompt_token_ids) for record in self.records), default=0)
 
 
-def first_part(count: int, most: int = FIRST) -> list[int]:
-    """Returns which of `count` records, shortest first, an admission sends first: `most` at most.
-
-    The longest quarter is evenly spaced up to the last record, so that some fill the cache. The
-    others are evenly spaced over the shortest two thirds, because middle lengths cost tokens and
-    show nothing that neither the shorter nor the longer prompts do.
-    """
-    if count <= most:
-        return list(range(count))
-    short = most - most // 4
-    end = max(round(2 * (count - 1) / 3), short - 1)
-    shorter = [round(n * end / max(short - 1, 1)) for n in range(short)]
-    return shorter + [round(n * (count - 1) / max(most - 1, 1)) for n in range(short, most)]
+def spread(count: int, most: int) -> list[int]:
+    """Returns up to `most` of the numbers below `count`, evenly spaced, with the first and last."""
+    most = min(count, most)
+    return [round(n * (count - 1) / max(most - 1, 1)) for n in range(most)]

@@ -16,7 +16,7 @@ from calibrate.golden import _Group, golden_set
 from calibrate.samples.golden_prompts import CONTINUATION, choose_prompts
 from calibrate.samples.tokens import load_tokenizer
 from octet.artifacts.calibration import Calibration
-from octet.artifacts.golden import POSITIONS, GoldenRecord, GoldenSet, first_part
+from octet.artifacts.golden import FIRST, POSITIONS, GoldenRecord, GoldenSet, spread
 from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import declared_paths
 from octet.proof.judge import judge
@@ -185,7 +185,7 @@ def test_embeddings_in_another_order_are_seen_where_lists_hold_their_tokens(
     lines = (example_samples / "heldout.jsonl").read_text().splitlines()
     sequences = [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines]
     chosen = choose_prompts(sequences, tokenizer, 1024, 4096)
-    prompts = {n: chosen.prompts[n] for n in first_part(64)}
+    prompts = {n: chosen.prompts[n] for n in spread(64, FIRST)}
     lists = [place for place, n in enumerate(prompts) if n in chosen.lists]
     golden = golden_set(checkpoint, list(prompts.values()))
     had = {

@@ -1,7 +1,6 @@
 """Proof packs: checkpoints as other tools write them, right servers admitted, wrong ones named."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,9 +135,8 @@ def test_a_right_server_is_admitted(
 @pytest.mark.parametrize(
     ("recipe", "change", "cause"),
     [
-        # Random weights make next tokens so even that hardly any answer is nearer than none.
-        ("nvfp4", swap_nibbles, "nibbles_swapped|another_model"),
-        ("mxfp4", swap_nibbles, "nibbles_swapped"),
+        ("nvfp4", swap_nibbles, "nibbles_swapped"),
+        ("mxfp4", swap_nibbles, "undecided"),  # next tokens of random weights hardly differ
         ("nvfp4", lambda x: share_global_scales(x, max), "fused_scales_merged"),
         ("nvfp4", lambda x: share_global_scales(x, min), "fused_scales_smallest"),
         ("nvfp4", load_one_slot, "fused_scales_in_one_slot"),
@@ -160,7 +158,8 @@ def test_a_loaders_fault_is_refused_and_named(
     wrong = changed(checkpoints[recipe], tmp_path / "wrong", change)
     verdict = judged(proofs, served(model, wrong, proofs))
     assert verdict.outcome == "worse" and verdict.cause is not None
-    assert re.fullmatch(cause, verdict.cause.name), verdict.reason
+    assert verdict.cause.name == cause, verdict.reason
+    assert cause != "undecided" or "codes are read in the wrong order" in verdict.reason
 
 
 def refused(original: Path, quantized: Path, samples: Path, tmp_path: Path) -> str:

@@ -1,9 +1,7 @@
 """What golden prompts examine is counted over the prompts that were answered."""
 
-from itertools import pairwise
-
 from octet.artifacts.coverage import coverage
-from octet.artifacts.golden import FIRST, GoldenRecord, GoldenSet, Scope, Top, first_part
+from octet.artifacts.golden import GoldenRecord, GoldenSet, Scope, Top, spread
 
 SCOPE = Scope(
     vocabulary=100, context=2048, experts=16, held_out=1000, counts={1: 500, 2: 300, 3: 5}
@@ -44,18 +42,8 @@ def test_golden_records_of_an_earlier_release_say_nothing() -> None:
     assert coverage(golden(None), [0, 1]) is None
 
 
-def test_an_admission_first_sends_the_shortest_and_the_longest_record_and_some_between() -> None:
-    assert first_part(10, 4) == [0, 3, 6, 9]
-    assert first_part(3) == [0, 1, 2]
-    assert first_part(1) == [0]
-    assert first_part(0) == []
-    for count in range(200):
-        found = first_part(count)
-        assert found == sorted(set(found)) and len(found) == min(count, FIRST)
-        assert found[:1] + found[-1:] == ([0, count - 1] if count else [])
-
-
-def test_an_admission_first_sends_long_records_evenly_and_few_of_middle_length() -> None:
-    found = first_part(64)
-    assert found[-6:] == [49, 52, 55, 58, 60, 63] and found[-7] == 42
-    assert {b - a for a, b in pairwise(found[:-6])} == {2, 3}
+def test_evenly_spaced_numbers_include_both_ends() -> None:
+    assert spread(10, 4) == [0, 3, 6, 9]
+    assert spread(3, 24) == [0, 1, 2]
+    assert spread(1, 24) == [0]
+    assert spread(0, 24) == []

@@ -58,8 +58,12 @@ class Split:
     @property
     def shared(self) -> int:
         """Number of held-out samples that are also run."""
-        seen = {sample.key for sample in self.calibration}
-        return sum(sample.key in seen for sample in self.held_out)
+        return _shared(self.calibration, self.held_out)
+
+
+def _shared(calibration: Sequence[Sample], held_out: Sequence[Sample]) -> int:
+    seen = {sample.key for sample in calibration}
+    return sum(sample.key in seen for sample in held_out)
 
 
 def split_samples(
@@ -81,8 +85,7 @@ def split_samples(
     sha256, shared = file.sha256, 0
     if held_out is not None:
         (held, _), source, sha256 = held_out.first(_HELD_OUT), "file", held_out.sha256
-        seen = {sample.key for sample in calibration}
-        shared = sum(sample.key in seen for sample in held)
+        shared = _shared(calibration, held)
         if shared:
             warnings.append(f"{shared} held-out samples are also calibration samples")
     elif rest:

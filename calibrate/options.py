@@ -1,5 +1,6 @@
 """The options of a calibration, and the checks that need no library: the first to fail, at once."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,12 @@ class Training:
             "epochs": self.epochs,
             "learning_rate": self.learning_rate,
         }
+
+    @property
+    def key(self) -> str:
+        """Identifies the calibration by its content, and the settings."""
+        manifest = Manifest.load(self.calibration, "calibration", verify=False)
+        return json.dumps([manifest.identity, self.settings])
 
 
 @dataclass(frozen=True, kw_only=True)

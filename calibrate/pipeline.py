@@ -179,7 +179,7 @@ def _changed(job: Job, steps: Steps) -> ChangedModel:
         force=options.force,
         console=job.console,
         compute=None if training is None else partial(recover, job, training, steps),
-        settings="" if training is None else repr(training),
+        settings="" if training is None else training.key,
     )
 
 

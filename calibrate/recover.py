@@ -79,8 +79,7 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     apply_changes(model, start)
     before = measured()
     with closing(Student(model, spec, recipe, origin.scales, training.train)) as student:
-        settings = json.dumps([origin.manifest.identity, training.settings])
-        kept = steps.depending_on(settings, digest_of_batches(batches))
+        kept = steps.depending_on(training.key, digest_of_batches(batches))
         losses = _train(student, teacher, training, kept, job.console)
         with torch.no_grad():
             served = student.served()

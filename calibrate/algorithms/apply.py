@@ -83,19 +83,17 @@ def changed_model(
     if not directory.exists():
         from calibrate.algorithms.modelopt import apply_algorithm
 
-        changed = (
-            compute
-            or partial(
-                apply_algorithm,
-                checkpoint,
-                algorithm,
-                recipe,
-                batches,
-                dtype=dtype,
-                device=device,
-                console=console,
-            )
-        )()
+        compute = compute or partial(
+            apply_algorithm,
+            checkpoint,
+            algorithm,
+            recipe,
+            batches,
+            dtype=dtype,
+            device=device,
+            console=console,
+        )
+        changed = compute()
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         try:

@@ -1,5 +1,6 @@
 """`octet recover`: what it trains, writes, refuses, and continues."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,17 @@ def test_too_little_memory_names_what_helps(
         run(options)
     assert "a smaller --batch-size" in str(refused.value)
     assert ("--train norms" in str(refused.value)) == norms
+
+
+def test_another_calibration_in_the_same_place_is_trained_anew(
+    origin: Path, recovered: Path, tmp_path: Path
+) -> None:
+    keys = []
+    for source in (origin, recovered):
+        shutil.rmtree(tmp_path / "calibration", ignore_errors=True)
+        shutil.copytree(source, tmp_path / "calibration")
+        keys.append(Training(calibration=tmp_path / "calibration").key)
+    assert keys[0] != keys[1] and keys[0] == Training(calibration=origin).key
 
 
 def test_held_out_samples_must_not_be_trained_on(options: Options) -> None:

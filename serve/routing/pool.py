@@ -148,17 +148,18 @@ class Pool:
         if tried:
             members = [member for member in members if member not in tried]
         if not members:  # a backend whose connection is being checked is better than none
-            members = [m for m in self.members if m.doubtful and not m.proof and m not in tried]
+            doubtful = (m for m in self.members if m.doubtful and not m.awaits_check)
+            members = [member for member in doubtful if member not in tried]
             if not members:
                 return None
         return self._policy.pick(members, ask)
 
     async def checked(self, tried: Collection[Member] = ()) -> bool:
-        """Waits for the check of doubtful members that need a proof; True if one is available now.
+        """Waits for the check of members whose requests await it; True if one is available now.
 
-        They must still be in the incarnation that was proven. Members in `tried` are ignored.
+        Members in `tried` are ignored.
         """
-        doubtful = [m for m in self.members if m.doubtful and m.proof and m not in tried]
+        doubtful = [m for m in self.members if m.awaits_check and m not in tried]
         checks = [asyncio.ensure_future(member.checked.wait()) for member in doubtful]
         try:
             with contextlib.suppress(TimeoutError):

@@ -1,12 +1,15 @@
 """A stand-in for the `vllm` command: a fake server in a process of its own.
 
 Options that real vLLM does not have make it misbehave: `--broken` ends with a traceback before it
-listens, `--hang` never listens, `--dead-after N` reports a dead engine after N seconds, and
-`--slow N` takes N seconds for each token.
+listens, `--hang` never listens, `--dead-after N` reports a dead engine after N seconds,
+`--slow N` takes N seconds for each token, and `--hold FILE` answers no request while the file is
+there.
 """
 
 import asyncio
 import sys
+import threading
+import time
 from pathlib import Path
 
 from tests.layout import ROOT
@@ -38,6 +41,19 @@ def main(words: list[str]) -> None:
     asyncio.run(serve(words))
 
 
+class FileGate(threading.Event):
+    """A gate that is closed while a file is there, so that another process can close it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while self.path.exists():
+            time.sleep(0.01)
+        return True
+
+
 async def serve(words: list[str]) -> None:
     from tests.fake_servers import FakeOpenAI
 
@@ -47,6 +63,8 @@ async def serve(words: list[str]) -> None:
     if "--hang" in words:
         await asyncio.Event().wait()
     server = FakeOpenAI(delay_s=number("--slow"))
+    if "--hold" in words:
+        server.runner.gate = FileGate(words[words.index("--hold") + 1])
     await server.start(int(number("--port")))
     if seconds := number("--dead-after"):
         await asyncio.sleep(seconds)

@@ -1,9 +1,10 @@
 """Tries one request on the backends that may answer it, until one does.
 
-Nothing has reached the client yet, so another backend may be tried, then another pool. A refused or
-lost connection earns one immediate retry, and so does a model whose process died: all of its
-requests fail together, more than a retry budget would let through. Any other failure may be caused
-by the load or by the request. It is retried as far as the pool's retry budget allows.
+Nothing has reached the client yet, so another backend may be tried, then another pool. A
+refused connection put no load on a backend, and never counts. A lost one earns one immediate retry,
+and so does a model whose process died: all of its requests fail together, more than a retry budget
+would let through. Any other failure may be caused by the load or by the request. It is retried as
+far as the pool's retry budget allows.
 
 Clients get errors that name members, never addresses.
 """
@@ -236,7 +237,7 @@ class Attempts:
                 break
             if failure.kind in _GONE and not self._redispatched:
                 self._redispatched = True
-            else:
+            elif failure.kind != "refused":  # that never reached a backend, so it is no load
                 await self._may_retry(pool, failure)
                 if not member.available:  # any more
                     member = await self._next(pool, tried, unfit, failure)

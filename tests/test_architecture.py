@@ -53,6 +53,33 @@ def test_text_is_read_and_written_as_utf_8_in_every_locale() -> None:
                 assert given, f"{name}, line {call.lineno}: {method} without an encoding"
 
 
+def test_benchmarks_import_what_is_there() -> None:
+    """Most need a GPU or a server, so that no test runs them."""
+    for path in (ROOT / "benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+                names = defined_in(ast.parse(FILES[node.module].read_text("utf-8")))
+                for alias in node.names:
+                    there = alias.name in names or f"{node.module}.{alias.name}" in MODULES
+                    assert there, f"{path.name}: {node.module} has no {alias.name}"
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                package = node.module.partition(".")[0]
+                assert package not in ALLOWED, f"{path.name}: there is no {node.module}"
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """The names that a module has: what it defines, assigns or imports."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return names
+
+
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     output = subprocess.run(

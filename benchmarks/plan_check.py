@@ -189,10 +189,11 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.recipe == "bf16":
         return config
     spec, recipe = ModelSpec.from_config(config, case.shape), Recipe.load(case.recipe)
+    shapes = dict(spec.tensor_shapes())
     source: Any = SimpleNamespace(
         spec=spec,
         kv_cache=case.cache,
-        checkpoint=SimpleNamespace(shards=()),
+        checkpoint=SimpleNamespace(shards=(), tensor_names=list(shapes), shape=shapes.__getitem__),
         schemes=lambda linear: recipe.scheme_of(linear.name),
         quantized_linears=lambda: {x.name: x for x in spec.linears() if recipe.scheme_of(x.name)},
     )

@@ -14,7 +14,8 @@ __all__ = ["golden"]
 
 def golden(
     original: Annotated[
-        Path, typer.Argument(help="The checkpoint before it was quantized, in BF16 or float32.")
+        Path,
+        typer.Argument(help="The checkpoint before it was quantized: BF16, float32, FP8 blocks."),
     ],
     quantized: Annotated[
         Path,

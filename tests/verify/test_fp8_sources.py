@@ -24,6 +24,7 @@ from tests.export.conftest import make_calibration
 from tests.fp8_blocks import FP8, LLM_COMPRESSOR, quantize_in_blocks
 from tests.models import write_model
 from verify.artifact import verify
+from verify.proof_pack import PackOptions, open_pair, write_pack
 
 Tensors = Mapping[str, torch.Tensor]
 BLOCK = Recipe.load("fp8-block").model_copy(update={"kv_cache": "float16"})
@@ -224,3 +225,19 @@ def test_verify_finds_a_scale_that_was_not_copied(world: World, tmp_path: Path) 
     save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     what = [x.where for x in verify(tmp_path / "out", model=world.source).problems]
     assert "model.layers.1.mlp.up_proj.weight" in what
+
+
+def test_a_proof_pack_takes_it_as_the_original(
+    world: World, tiny_samples: Path, tmp_path: Path
+) -> None:
+    """The golden records are those of the decoded model; it is also what the server may serve."""
+    packs = []
+    for original in (world.source, world.decoded):
+        out = tmp_path / original.name
+        options = PackOptions(
+            original=original, quantized=world.source, samples=tiny_samples, out=out
+        )
+        write_pack(open_pair(options), options)
+        packs.append(json.loads((out / "golden.json").read_text("utf-8")))
+    assert packs[0].pop("weights_sha256") != packs[1].pop("weights_sha256")
+    assert packs[0] == packs[1]

@@ -500,14 +500,15 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
     return max(0.0, middle - spread), min(1.0, middle + spread)
 
 
-def half_refused(rows: Sequence[dict[str, Any]], where: str) -> float | None:
+def half_refused(rows: Sequence[dict[str, Any]], where: str, most: int = 64) -> float | None:
     """Returns the change of perplexity on own text, in %, at which half of the faults are refused.
 
-    It is that of a logistic curve over the logarithm of the change, fitted by Newton's method.
+    Refusals by `most` prompts count. It is that of a logistic curve over the logarithm of the
+    change, fitted by Newton's method.
     """
     known = [row for row in rows if 0 < row["own text %"] < math.inf]
     x = np.log([row["own text %"] for row in known])
-    y = np.array([row[where] in REFUSED for row in known], float)
+    y = np.array([row[where] in REFUSED and row["prompts"] <= most for row in known], float)
     if not 0 < y.sum() < len(y):
         return None
     design = np.stack([np.ones_like(x), x], 1)
@@ -536,7 +537,9 @@ def summarized(
         "causes": _causes(faulty),
         "causes of simulated faults": _causes(known),
         "half refused at %": {
-            where: half_refused(faulty, where) for where in ("admission", "all prompts")
+            f"admission, by {FIRST} prompts": half_refused(faulty, "admission", FIRST),
+            "admission": half_refused(faulty, "admission"),
+            "all prompts": half_refused(faulty, "all prompts"),
         },
     }
 

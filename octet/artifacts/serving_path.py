@@ -92,10 +92,9 @@ class Expectation(BaseModel):
 
 
 class Power(BaseModel):
-    """The relative change of perplexity below which a fault passes (`octet.proof.power`).
+    """The relative change of perplexity by which faults are refused (`octet.proof.power`).
 
-    `middle` is the median over the simulated faults, each scaled down until it passes; `low` and
-    `high` are the quantiles of 0.1 and 0.9.
+    `middle` is the median over estimates; `low` and `high` are the quantiles of 0.1 and 0.9.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -104,21 +103,33 @@ class Power(BaseModel):
     low: float
     middle: float
     high: float
+    # What happens to faults of that change: half of them are refused. Artifacts without this field
+    # are of earlier versions, which estimated where faults begin to show.
+    meaning: Literal["half_refused", "begin_to_show"] = "begin_to_show"
 
 
 def power_text(power: Sequence[Power]) -> str:
-    """Says for people how small a fault passes."""
+    """Says for people which faults that were not simulated are refused."""
     limits = [f"{100 * x.middle:.2g} % after {x.prompts}" for x in power]
     limits[0] += " prompts"
-    least = f"less than about {' and '.join(limits)}"
-    return f"faults that were not simulated pass if they change perplexity by {least}"
+    sizes = " and ".join(limits)
+    if power[0].meaning == "begin_to_show":
+        return (
+            f"faults that were not simulated begin to show if they change perplexity by {sizes}, as"
+            " an earlier version of Octet estimated; half of them are refused only at about three"
+            " times as much"
+        )
+    return (
+        "about half of the faults that were not simulated are refused if they change perplexity by"
+        f" {sizes}; most smaller ones pass, and some up to three times as large"
+    )
 
 
 def prompts_for(power: Sequence[Power], change: float) -> int | None:
-    """Returns the number of prompts after which faults of this relative change show.
+    """Returns the number of prompts after which half of the faults of this change are refused.
 
-    The change that passes falls with a power of the number of prompts, which is fitted to the first
-    and the last of `power`. None if it is not known or does not fall.
+    The change falls with a power of the number of prompts, which is fitted to the first and the
+    last of `power`. None if it is not known or does not fall.
     """
     if not power:
         return None

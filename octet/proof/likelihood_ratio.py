@@ -146,8 +146,9 @@ class Comparison:
         without: int,
         among: NDArray[np.bool_],
         prompts: int,
+        level: float,
     ) -> bool:
-        """Returns whether neither the fit nor the outlier test rejects points `served` at BETA.
+        """Returns whether neither the fit nor the outlier test rejects points `served` at `level`.
 
         Repeat `without` of the scenario is left out. Only the prompts `among` [n] count; the fit is
         scaled to `prompts` of them.
@@ -155,10 +156,10 @@ class Comparison:
         candidate = self.candidates[scenario]
         logs, margin = self._logs(candidate, served, without)[among], _margin(candidate)
         z, count = z_score(logs - self._usual[among], margin)
-        if z * math.sqrt(prompts / count) > t_quantile(1 - BETA, prompts - 1):
+        if z * math.sqrt(prompts / count) > t_quantile(1 - level, prompts - 1):
             return False
         lengths = [self.lengths[n] for n in np.flatnonzero(among)]
-        return find_outliers(logs - margin, lengths, self._heaviness).chance >= BETA
+        return find_outliers(logs - margin, lengths, self._heaviness).chance >= level
 
     def by_length(self, scenario: Scenario, prompts: Sequence[int]) -> tuple[float, float]:
         """Returns how likely prompts as far off as `prompts` are as short, and as long, by chance.

@@ -1,59 +1,96 @@
-"""Estimates how small a fault can be and still pass: the power of the tests, from the scenarios.
+"""Estimates how small a fault can be and still be refused: the power of the tests.
 
-Each simulated fault is scaled. Let m be the mean of the conforming path, f the fault's answer, and
-x a repeat of the path, all in the Hellinger embedding. A fault of the same kind and λ times the
-size answers x + λ·(f - m). It passes if neither the test of fit nor the outlier test rejects it at
-β (`octet.proof.judge`), with x left out of m. The likelihood-ratio test is not used: it is for
-faults that were simulated, and the question is about the others.
+A small fault perturbs weights or activations, and so does rounding: the rounding errors of a
+computation are those of slightly perturbed data (Wilkinson, Rounding Errors in Algebraic Processes,
+1963). To first order both move an answer in proportion to its sensitivity to such perturbations,
+which differs widely between prompts. So the difference d of two repeats of another path, scaled,
+stands for a small fault. A simulated fault, scaled down, would not do: most of them are large
+enough to move all prompts about alike.
 
-The effect of a fault is the change of log-perplexity on text that the reference would write. It is
-KL(reference ‖ fault) - KL(reference ‖ path) in nats, and a squared distance is about 2·KL. The
-largest λ that passes gives one effect per fault; the median over faults is the limit. Faults are
-simulated on some prompts; for more prompts, z grows with their square root, and the outlier test
-stays as it is.
+Let x be a repeat of the conforming path, in the Hellinger embedding. A faulty server answers
+x + λ·d. It is refused if the test of fit or the outlier test rejects that at the level that they
+have in an admission (`octet.proof.judge`), with x left out of the path's mean. The likelihood-ratio
+test is for simulated faults, and left out. The effect of a fault is its divergence, the change of
+log-perplexity on text that the reference would write: ½·λ²·|d|² per position, in nats, averaged
+over all prompts. The smallest effect that is refused is found for each d and x; half of the faults
+of the median are refused. Faults of one place are less even than rounding, and larger ones pass:
+docs/proof.md has measurements.
 """
 
 import math
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import Power, ServingPath
+from octet.proof.hellinger import Points
+from octet.proof.judge import ALPHA
 from octet.proof.likelihood_ratio import Comparison
 
-__all__ = ["power"]
+__all__ = ["LOOKS", "power"]
 
-_SIZES = 2.0 ** np.arange(-8, 3.25, 0.25)  # λ
+LOOKS = 3  # interim analyses of an admission, by which the level of each test is divided
+_LEVEL = ALPHA / 3 / LOOKS
+_EFFECTS = (1e-8, 8.0)  # nats: the least and the largest that are tried
+_STEPS = 16  # of the bisection of their logarithm
 
 
 def power(
     golden: GoldenSet, scenarios: ScenarioSet, path: ServingPath, prompts: int
 ) -> Power | None:
-    """Returns the power of `prompts` answers against faults of `path`; None without scenarios."""
+    """Returns the power of `prompts` answers against faults of `path`.
+
+    The answers are to the prompts on which every scenario was simulated, if these are enough, or
+    else to all. None if no other path was simulated twice.
+    """
     whole = Comparison.whole(golden, scenarios, [path])
-    faults = [h for h in whole.others if h.fault is not None and h.path == path]
-    found = [effect for fault in faults for effect in _passing(whole, fault, prompts)]
+    served = Scenario(path=path)
+    if served not in whole.candidates or whole.candidates[served].repeats < 2:
+        return None
+    every = [candidate.points for candidate in whole.candidates.values()]
+    among = ~np.any([np.isnan(points).any((0, 2, 3)) for points in every], 0)
+    if among.sum() < prompts:
+        among[:] = True
+    found = [
+        effect
+        for other in whole.noise.fitted
+        if other != served
+        for effect in _refused(whole, served, _difference(whole, other), among, prompts)
+    ]
     if not found:
         return None
     low, middle, high = (math.expm1(float(np.quantile(found, q))) for q in (0.1, 0.5, 0.9))
-    return Power(prompts=prompts, low=low, middle=middle, high=high)
+    return Power(prompts=prompts, low=low, middle=middle, high=high, meaning="half_refused")
 
 
-def _passing(whole: Comparison, fault: Scenario, prompts: int) -> Iterator[float]:
-    """Yields the effect of the largest scaled `fault` that passes, for each repeat of its path."""
-    path = Scenario(path=fault.path)
-    answered = whole.candidates[fault].points.mean(0)
-    among = ~np.isnan(answered).any((1, 2))
-    repeats = whole.candidates[path].points
-    shift = np.where(among[:, None, None], answered - repeats.mean(0), 0.0)
-    squared = np.square(shift).sum((1, 2)) / whole.answers.compared.sum(1)
-    unscaled = float(np.mean(squared[among])) / 2
-    for number, served in enumerate(repeats):
-        sizes = [0.0]
-        for size in _SIZES:
-            if not whole.passes(path, served + size * shift, number, among, prompts):
-                break
-            sizes.append(size)
-        yield unscaled * sizes[-1] ** 2
+def _difference(whole: Comparison, other: Scenario) -> Points:
+    """Returns the difference of two repeats of `other`, with an effect of 1 nat."""
+    first, second, *_ = whole.candidates[other].points
+    squared = np.square(first - second).sum((1, 2)) / whole.answers.compared.sum(1)
+    effect = float(squared.mean()) / 2
+    return np.asarray((first - second) / math.sqrt(effect)) if effect else first - second
+
+
+def _refused(
+    whole: Comparison,
+    path: Scenario,
+    difference: Points,
+    among: NDArray[np.bool_],
+    prompts: int,
+) -> Iterator[float]:
+    """Yields the smallest effect along `difference` that is refused, for each repeat of `path`."""
+    if not difference.any():
+        return
+    for number, served in enumerate(whole.candidates[path].points):
+        low, high = map(math.log, _EFFECTS)
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            answers = served + math.exp(middle / 2) * difference
+            if whole.passes(path, answers, number, among, prompts, _LEVEL):
+                low = middle
+            else:
+                high = middle
+        yield math.exp(high)

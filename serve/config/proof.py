@@ -37,8 +37,8 @@ class Proof(Section):
     without_logprobs: Literal["refuse", "admit"] = "refuse"
     every_s: Seconds = 300.0  # least time between two probes of a serving backend
     share: Fraction = 0.01  # of a backend's tokens that probes may use, its admission included
-    # An admission sends golden prompts until faults that change perplexity by more than this share
-    # show, 0.01 being 1 %. null: until the verdict is clear.
+    # An admission sends golden prompts until half of the faults that change perplexity by this
+    # share are refused, 0.01 being 1 %. null: until the verdict is clear.
     power: Annotated[Number, Field(gt=0)] | None = None
     timeout_s: Seconds = 60.0  # for one probe; after it, the probe is inconclusive and repeated
     # Golden prompts sent at once; a quarter of that to a backend that has clients' requests.

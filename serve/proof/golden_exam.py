@@ -66,7 +66,7 @@ class GoldenExam:
 
     @property
     def power(self) -> str:
-        """Says how small a fault passes; empty if it is not known of the declared configuration."""
+        """Says which faults are refused; empty if it is not known of the declared configuration."""
         return power_text(self._power) if self._power else ""
 
     @property

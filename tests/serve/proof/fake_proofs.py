@@ -37,8 +37,8 @@ _NOISE: Mapping[Scenario, float] = {
     Scenario(path=PATH.model_copy(update={"weights": False, "activations": False})): UNQUANTIZED,
 }
 POWER = (
-    Power(prompts=24, low=0.01, middle=0.02, high=0.03),
-    Power(prompts=64, low=0.005, middle=0.0123, high=0.02),
+    Power(prompts=24, low=0.01, middle=0.02, high=0.03, meaning="half_refused"),
+    Power(prompts=64, low=0.005, middle=0.0123, high=0.02, meaning="half_refused"),
 )
 _FILES = {"model.safetensors": "0" * 64}
 

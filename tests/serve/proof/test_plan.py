@@ -6,6 +6,7 @@ import pytest
 from octet.artifacts.golden import POSITIONS
 from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
+from octet.proof.power import LOOKS
 from serve.proof.plan import FIRST_PART, Slices, cost, order, parts_of, simulated
 from tests.serve.proof.fake_proofs import fake_golden
 
@@ -37,6 +38,10 @@ def test_looks_begin_with_few_and_end_with_all() -> None:
     assert [len(part) for part in parts] == [FIRST_PART, 20, 20]
     assert [n for part in parts for n in part] == order(GOLDEN, 3)
     assert list(parts_of([])) == [] and list(parts_of([5])) == [(5,)]
+
+
+def test_the_power_is_stated_for_as_many_looks_as_an_admission_makes() -> None:
+    assert len(list(parts_of(range(64)))) == LOOKS
 
 
 def test_records_that_tell_faults_apart_come_first() -> None:

@@ -90,10 +90,10 @@ def recovered(
 
 
 def succeed(*arguments: object) -> str:
-    """Runs a command, and returns what it printed."""
+    """Runs a command, and returns its report, which is on stderr."""
     done = octet(*arguments)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stderr
 
 
 def training_of(options: Options) -> Training:

@@ -316,9 +316,12 @@ def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) ->
     page = keep_evidence(refused, report, solution.convergence, scales, golden, gate)
     if job.console is not None:
         print_report(job.console, report, page=page)
+    command = "calibrate"
     again = f"calibrate again (it continues from {options.progress}, without observing)"
-    budget = None if options.algorithm in ("gptq", "recover") else again
-    return gate.error(options.out, refused, again=again, budget=budget)
+    if options.training is not None:  # recover itself has no --exclude, --kv-cache and --budget
+        command, again = "recover", "recover from what `octet calibrate` writes"
+    budget = None if options.algorithm == "gptq" else again
+    return gate.error(options.out, refused, again=again, budget=budget, command=command)
 
 
 def _predict(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +37,13 @@ from calibrate.journal.identity import digest_of_batches
 from calibrate.journal.steps import Steps
 from calibrate.options import Training
 from calibrate.quality.divergence import Reference, Sums, evaluation_batches
+from calibrate.report.summary import divergence_text
 from calibrate.samples.batches import Batch, real
 from calibrate.simulate.model import simulate
 from octet.artifacts.calibration import Calibration
 from octet.errors import ConfigError, GateError, NumericsError
 from octet.progress import progress_bar
-from octet.statistics import Interval, interval
+from octet.statistics import interval
 
 __all__ = ["recover"]
 
@@ -91,7 +93,15 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
             model.get_parameter(name).copy_(torch.from_numpy(tensors[name].float32()))
     after = measured()
     less = interval(before.kl - after.kl, before.tokens)
-    _say_result(job.console, before, less)
+    result: dict[str, Any] = {
+        "before": _mean(before),
+        "after": _mean(after),
+        "less": asdict(less),
+        "tokens": int(before.tokens.sum()),
+        "on": job.inputs.evaluated_on,
+    }
+    if job.console is not None:
+        job.console.print(f"held-out divergence: {divergence_text(result)}", highlight=False)
     if not less.low > 0:
         raise GateError(
             f"{job.options.out} is not written: the divergence on {job.inputs.evaluated_on} is"
@@ -106,22 +116,11 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
         {
             **training.settings,
             "calibration": origin.manifest.identity,
+            "steps": len(losses),
             "tokens": training.epochs * job.inputs.plan.tokens,
             "loss": _by_epoch(losses, len(batches)),
-            "held_out": {"before": _mean(before), "after": _mean(after), "less": asdict(less)},
+            "held_out": result,
         },
-    )
-
-
-def _say_result(console: Console | None, before: Sums, less: Interval) -> None:
-    if console is None:
-        return
-    was = _mean(before)
-    share, low, high = (f"{x / was:.0%}" for x in (less.mean, less.low, less.high))
-    console.print(
-        f"held-out divergence: {was - less.mean:.4g} nats, and {was:.4g} before: {share} less"
-        f" ({low} to {high})",
-        highlight=False,
     )
 
 

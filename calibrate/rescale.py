@@ -4,7 +4,8 @@ Histograms, golden records and observations stay the same. The model runs only o
 prompts, to predict the cost of the recipe. Weights are read from the checkpoint, or as the
 calibration changed them. A histogram cannot give the error of scales computed at run time, nor the
 effect of all errors on the output: the report lists both as unknown, with the reason. Earlier
-measurements (sensitivity, a budget) belong to the other recipe and are not carried over.
+measurements (sensitivity, a budget, a training) belong to the other recipe and are not carried
+over.
 """
 
 from collections.abc import Mapping
@@ -45,7 +46,11 @@ from octet.storage.files import MAX_JSON_BYTES, read_object
 
 __all__ = ["rescale"]
 
-_MEASURED = ("sensitivity", "budget")  # parts of report.json that hold for one recipe only
+_MEASURED = (
+    "sensitivity",
+    "budget",
+    "training",
+)  # parts of report.json that hold for one recipe only
 
 
 def rescale(

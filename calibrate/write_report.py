@@ -45,6 +45,7 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
         sensitivity=solution.sensitivity,
         budget=solution.budget,
         experts=solution.experts,
+        training=changed.details["algorithm"] if job.options.training is not None else None,
         unfolded=changed.unfolded,
         warnings=[
             *(gate.warnings if gate else ()),

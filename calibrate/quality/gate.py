@@ -137,15 +137,23 @@ class Outcome:
         """Returns plain data for a manifest, an entry for each limit."""
         return [judged.as_json() for judged in self.judged]
 
-    def error(self, out: Path, evidence: Path, *, again: str, budget: str | None) -> GateError:
+    def error(
+        self,
+        out: Path,
+        evidence: Path,
+        *,
+        again: str,
+        budget: str | None,
+        command: str = "calibrate",
+    ) -> GateError:
         """Returns the error that ends the command, after `evidence` was written.
 
         `again` is the command to repeat with other options, `budget` the one that accepts --budget,
-        or None if none can be given.
+        or None if none can be given. `command` is the one that accepts --held-out.
         """
         first = next(judged for judged in self.judged if not judged.met)
         said = [f"{_option(judged.limit)}: {judged}" for judged in self.judged if not judged.met]
-        remedy = self._remedy(first, again, budget)
+        remedy = self._remedy(first, again, budget, command)
         return GateError(
             f"{out} is not written, over {' and '.join(said)}; {self.blame}; {remedy}; evidence:"
             f" {evidence}"
@@ -160,10 +168,10 @@ class Outcome:
         named = [f"{part.name} ({part.kl / total:.0%})" for part in self.ranked[:_NAMED]]
         return f"of what its parts cost alone, most is of {', '.join(named)}"
 
-    def _remedy(self, first: Judged, again: str, budget: str | None) -> str:
+    def _remedy(self, first: Judged, again: str, budget: str | None, command: str) -> str:
         ways = []
         if first.measured <= first.limit.value:
-            ways.append("calibrate with more --held-out text, which narrows the bound")
+            ways.append(f"{command} with more --held-out text, which narrows the bound")
         cause = self._causes()
         options = [f"--exclude {name}" for part in cause for name in part.linears]
         if any(not part.linears for part in cause):

@@ -25,7 +25,7 @@ def print_report(
     seconds: float | None = None,
     page: Path | None = None,
 ) -> None:
-    """Prints the verdict, expected divergence, worst tensors, clipping, warnings and what to do.
+    """Prints what was trained, what it costs, the worst tensors, clipping, warnings and what to do.
 
     `tokens` is the number observed in `seconds`, if the model ran; `page` is the HTML report.
     """
@@ -36,7 +36,7 @@ def print_report(
         )
     summary = report.summary
     costs = (summary.expected, summary.examined, summary.measured, summary.budget)
-    for line in (*costs, summary.enough, summary.worst):
+    for line in (summary.trained, *costs, summary.enough, summary.worst):
         if line:
             console.print(escape(line), highlight=False)
     console.print(fitted(_worst(report), console))

@@ -41,8 +41,9 @@ _EXPERTS_PLOTTED = 400
 class Report:
     """Report of one calibration, with `tensors` by observation and `weights` by linear.
 
-    `warnings` are lines of text. `sensitivity`, `budget` and `experts` come from their own stages,
-    None if those did not run. `distributions` have 8 bins per octave, see `distribution`.
+    `warnings` are lines of text. `sensitivity`, `budget`, `experts` and `training` come from their
+    own stages, None if those did not run. `distributions` have 8 bins per octave, see
+    `distribution`.
     """
 
     recipe: Recipe
@@ -57,6 +58,7 @@ class Report:
     sensitivity: Mapping[str, Any] | None = None
     budget: Mapping[str, Any] | None = None
     experts: Mapping[str, Any] | None = None
+    training: Mapping[str, Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     expected: ExpectedSet | None = None  # divergence of each serving path, if it was predicted
     examined: str = ""  # what the golden prompts examine
@@ -75,6 +77,7 @@ class Report:
             distinct=self.samples["distinct"],
             expected=self.expected,
             examined=self.examined,
+            training=self.training,
             convergence=self.convergence,
             sensitivity=self.sensitivity,
             budget=self.budget,
@@ -82,9 +85,14 @@ class Report:
 
     @property
     def unknown(self) -> tuple[Unknown, ...]:
-        predicted = self.expected is not None
         return tuple(
-            find_unknown(self.tensors, self.convergence, self.sensitivity, predicted=predicted)
+            find_unknown(
+                self.tensors,
+                self.convergence,
+                self.sensitivity,
+                predicted=self.expected is not None,
+                trained=self.training is not None,
+            )
         )
 
     @property
@@ -117,6 +125,7 @@ class Report:
             "sensitivity": None if self.sensitivity is None else dict(self.sensitivity),
             "budget": None if self.budget is None else dict(self.budget),
             "experts": None if self.experts is None else dict(self.experts),
+            "training": None if self.training is None else dict(self.training),
         }
         finite: dict[str, Any] = _finite(data)
         return finite
@@ -145,6 +154,7 @@ def build_report(
     sensitivity: Mapping[str, Any] | None = None,
     budget: Mapping[str, Any] | None = None,
     experts: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
     unfolded: Mapping[str, str] | None = None,
     warnings: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
@@ -152,9 +162,10 @@ def build_report(
     """Builds the report of one calibration; a pure function, at 25 ms a dense tensor.
 
     Its histograms are the sums over all samples; its scales are those that the artifact stores.
-    `distinct` of the samples differ. `sensitivity`, `budget` and `experts` are JSON. `unfolded`
-    says why a cache keeps its scale. `warnings` were found elsewhere and come first. `facts` are
-    shown unchanged (dtype, policy for long samples, ...).
+    `distinct` of the samples differ. `sensitivity`, `budget`, `experts` and `training` (the details
+    of `calibrate.recover`) are JSON. `unfolded` says why a cache keeps its scale. `warnings` were
+    found elsewhere and come first. `facts` are shown unchanged (dtype, policy for long samples,
+    ...).
     """
     recipe, spec = quantization.recipe, quantization.checkpoint.spec
     histograms, scales = quantization.histograms, quantization.scales
@@ -166,7 +177,8 @@ def build_report(
         global_scales=_global_scales(observations, scales),
         sensitivity=_still_true(sensitivity, budget),
     )
-    findings = find(recipe, tensors, convergence, sensitivity, budget, unfolded)
+    trained = training is not None
+    findings = find(recipe, tensors, convergence, sensitivity, budget, unfolded, trained=trained)
     return Report(
         recipe=recipe,
         model={"name": model, **_model_json(spec)},
@@ -180,6 +192,7 @@ def build_report(
         sensitivity=sensitivity,
         budget=budget,
         experts=experts,
+        training=training,
         facts=facts or {},
     )
 

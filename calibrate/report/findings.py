@@ -52,19 +52,22 @@ def find(
     sensitivity: Mapping[str, Any] | None = None,
     budget: Mapping[str, Any] | None = None,
     unfolded: Mapping[str, str] | None = None,
+    *,
+    trained: bool = False,
 ) -> list[Finding]:
     """Returns findings, the gravest first; `sensitivity` and `budget` are JSON.
 
-    `unfolded` has the reason for each cache scale that is not folded into the weights.
+    `unfolded` has the reason for each cache scale that is not folded into the weights. `trained`
+    says that the calibration is of `octet recover`, which lacks options that remedies name.
     """
     return [
         *_over_budget(budget),
         *_all_promoted(budget),
-        *_costly(sensitivity, budget),
-        *_hidden(tensors, met=budget is not None and bool(budget["met"])),
+        *_costly(sensitivity, budget, trained=trained),
+        *_hidden(tensors, met=budget is not None and bool(budget["met"]), trained=trained),
         *_overflowing(tensors),
-        *_moved(convergence),
-        *_clipped(recipe, tensors),
+        *_moved(convergence, trained=trained),
+        *_clipped(recipe, tensors, trained=trained),
         *_cache_scales(recipe, tensors, unfolded or {}),
     ]
 
@@ -75,12 +78,15 @@ def find_unknown(
     sensitivity: Mapping[str, Any] | None,
     *,
     predicted: bool = False,
+    trained: bool = False,
 ) -> list[Unknown]:
     """Returns what is not known, in the order in which people ask.
 
-    `predicted` says that the divergence of the whole model was simulated.
+    `predicted` says that the divergence of the whole model was simulated, `trained` that `octet
+    recover` measured it.
     """
     unknown = []
+    before = "`octet calibrate --sensitivity` measures {}, with the weights from before training"
     by_treatment: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         if tensor.quantized and tensor.sqnr_db is None:
@@ -91,16 +97,21 @@ def find_unknown(
                 f"the error of {len(names)} inputs quantized {treatment}",
                 "it depends on which values come together in a token or group, and a histogram"
                 " holds each value alone; shown instead is what one static scale would do",
-                "measure it by running the model: --sensitivity",
+                before.format("it")
+                if trained
+                else "measure it by running the model: --sensitivity",
                 tuple(names),
             )
         )
-    if sensitivity is None and predicted:
+    if sensitivity is None and (predicted or trained):
         unknown.append(
             Unknown(
                 "which layers cost most",
-                "the expected divergence is that of all of them together",
-                "measure each: --sensitivity, or let --budget choose what stays in more bits",
+                f"the {'held-out' if trained else 'expected'} divergence is that of all of them"
+                " together",
+                before.format("each")
+                if trained
+                else "measure each: --sensitivity, or let --budget choose what stays in more bits",
             )
         )
     elif sensitivity is None:
@@ -125,7 +136,7 @@ def find_unknown(
             "inputs unlike these samples",
             "all figures are of this set; longer contexts, other languages or other tasks can"
             " reach values that it does not",
-            "calibrate on samples of the traffic to be served",
+            f"{'train' if trained else 'calibrate'} on samples of the traffic to be served",
         )
     )
     return unknown
@@ -192,8 +203,15 @@ def _all_promoted(budget: Mapping[str, Any] | None) -> list[Finding]:
     ]
 
 
+def _remedy(text: str, *, trained: bool) -> str:
+    """Returns a remedy by options of `octet calibrate`, in full where `octet recover` has run."""
+    if not trained:
+        return text
+    return f"Run `octet calibrate` again, and recover from that: {text[0].lower()}{text[1:]}"
+
+
 def _costly(
-    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None
+    sensitivity: Mapping[str, Any] | None, budget: Mapping[str, Any] | None, *, trained: bool
 ) -> list[Finding]:
     """Warns of a perplexity increase over `COSTLY`, unless a perplexity budget set the limit."""
     cost = cost_served(sensitivity, budget)
@@ -207,13 +225,16 @@ def _costly(
         Finding(
             f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g}:"
             f" there is a warning over {COSTLY:.0%}",
-            f"Let --budget ppl={100 * COSTLY:g}% choose what stays in higher precision, or choose"
-            " another recipe or cache.",
+            _remedy(
+                f"Let --budget ppl={100 * COSTLY:g}% choose what stays in higher precision, or"
+                " choose another recipe or cache.",
+                trained=trained,
+            ),
         )
     ]
 
 
-def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
+def _hidden(tensors: Mapping[str, TensorReport], *, met: bool, trained: bool) -> list[Finding]:
     """Warns of tensors whose large values dominate the SQNR while the small ones are lost.
 
     Exact for static scales. `met` means that a budget is met in spite of that.
@@ -240,8 +261,11 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
                 "The large values may stay: the budget is met. --algorithm smoothquant may meet"
                 " it in fewer bytes."
                 if met
-                else "Tame the large values with --algorithm smoothquant, or let --budget keep"
-                " those linears in higher precision.",
+                else _remedy(
+                    "Tame the large values with --algorithm smoothquant, or let --budget keep"
+                    " those linears in higher precision.",
+                    trained=trained,
+                ),
             )
         )
     if maybe:
@@ -251,8 +275,11 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool) -> list[Finding]:
                 f"{len(maybe)} inputs hold a few values so large that a token with one loses its"
                 f" small values; the worst is {name} ({small:.1f} dB for the smallest 90 %, if"
                 " every token has one)",
-                "Measure it with --sensitivity; if it matters, use --algorithm smoothquant or"
-                " --budget.",
+                _remedy(
+                    "Measure it with --sensitivity; if it matters, use --algorithm smoothquant or"
+                    " --budget.",
+                    trained=trained,
+                ),
             )
         )
     return found
@@ -271,14 +298,17 @@ def _overflowing(tensors: Mapping[str, TensorReport]) -> list[Finding]:
     ]
 
 
-def _moved(convergence: Convergence | None) -> list[Finding]:
+def _moved(convergence: Convergence | None, *, trained: bool) -> list[Finding]:
     if convergence is None or not convergence.moved:
         return []
     count = convergence.counts[-1]
-    return [Finding(convergence.verdict.rstrip("."), f"Calibrate on {2 * count} samples or more.")]
+    remedy = f"{'Train' if trained else 'Calibrate'} on {2 * count} samples or more."
+    return [Finding(convergence.verdict.rstrip("."), remedy)]
 
 
-def _clipped(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[Finding]:
+def _clipped(
+    recipe: Recipe, tensors: Mapping[str, TensorReport], *, trained: bool
+) -> list[Finding]:
     worse = [
         (tensor.methods["max"].sqnr_db - tensor.chosen.sqnr_db, name)
         for name, tensor in tensors.items()
@@ -292,7 +322,7 @@ def _clipped(recipe: Recipe, tensors: Mapping[str, TensorReport]) -> list[Findin
         Finding(
             f"method '{recipe.activations.method}' clips {len(worse)} inputs at a cost of over"
             f" {_COSTLY_DB:g} dB against max; the worst is {name} ({loss:.1f} dB)",
-            "Use activations.method max.",
+            _remedy("Use activations.method max.", trained=trained),
         )
     ]
 

@@ -11,7 +11,7 @@ from calibrate.scales.convergence import Convergence
 from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, power_text
 from octet.recipe import Recipe
 
-__all__ = ["Summary", "summarise"]
+__all__ = ["Summary", "divergence_text", "summarise"]
 
 LEAST_TOKENS = 2048  # a calibration set of less text settles nothing: 128 samples of 16 tokens
 
@@ -20,14 +20,15 @@ LEAST_TOKENS = 2048  # a calibration set of less text settles nothing: 128 sampl
 class Summary:
     """Sentences of the summary; `worst_tensor` is the observation to inspect first.
 
-    `expected` is empty without a prediction, `measured` without a measurement, and `budget` without
-    a budget.
+    `expected` is empty without a prediction, `trained` without a training, `measured` without a
+    measurement, and `budget` without a budget.
     """
 
     status: Literal["ready", "look"]
     title: str
     subject: str
     enough: str
+    trained: str
     expected: str
     examined: str
     worst: str
@@ -50,14 +51,16 @@ def summarise(
     distinct: int | None = None,
     expected: ExpectedSet | None = None,
     examined: str = "",
+    training: Mapping[str, Any] | None = None,
     convergence: Convergence | None,
     sensitivity: Mapping[str, Any] | None,
     budget: Mapping[str, Any] | None,
 ) -> Summary:
     """Summarizes a report; its status is "ready" if there is nothing to read before export.
 
-    `examined` says what the golden prompts examine. `weights_db` are SQNR by linear; `notes` are
-    warnings found elsewhere; `distinct` of the samples differ.
+    `examined` says what the golden prompts examine. `training` has what `octet recover` did and
+    measured. `weights_db` are SQNR by linear; `notes` are warnings found elsewhere; `distinct` of
+    the samples differ.
     """
     warnings = len(findings) + len(notes)
     counted = "" if samples is None else f", {samples:,} samples"
@@ -65,7 +68,8 @@ def summarise(
     todo = list(dict.fromkeys(finding.remedy for finding in findings))
     if notes and findings:
         todo.append("Read the other warnings." if len(notes) > 1 else "Read the other warning.")
-    unmeasured = expected is None and any(
+    measured = expected is not None or training is not None
+    unmeasured = not measured and any(
         t.format == "e2m1" and t.sqnr_db is None for t in tensors.values()
     )
     if unmeasured:
@@ -86,6 +90,7 @@ def summarise(
         title=title,
         subject=f"Recipe {recipe.name}, model {model}{counted}.",
         enough=_enough(convergence, samples, tokens, distinct),
+        trained=_trained(training, samples),
         expected=_expected(expected),
         examined=" ".join(x for x in (examined, _power(expected)) if x),
         worst=_worst(tensors, weights_db),
@@ -111,6 +116,31 @@ def _enough(
     if doubt is None:
         return convergence.verdict
     return f"Whether {convergence.counts[-1]} samples are enough is not known: they {doubt}."
+
+
+def divergence_text(held_out: Mapping[str, Any]) -> str:
+    """Describes the held-out divergence before and after a training, and by how much it changed."""
+    before, after = held_out["before"], held_out["after"]
+    mean, low, high = (held_out["less"][key] / before for key in ("mean", "low", "high"))
+    change = "less"
+    if mean < 0:
+        change, mean, low, high = "more", -mean, -high, -low
+    return (
+        f"{after:.4g} nats a token, and {before:.4g} before: {mean:.1%} {change} (95 % interval"
+        f" {low:.1%} to {high:.1%})"
+    )
+
+
+def _trained(training: Mapping[str, Any] | None, samples: int | None) -> str:
+    if training is None:
+        return ""
+    held_out, epochs, steps = training["held_out"], training["epochs"], training["steps"]
+    on = "" if samples is None else f" on {samples:,} samples"
+    return (
+        f"Trained{on} for {epochs} epoch{'' if epochs == 1 else 's'}, {steps:,}"
+        f" step{'' if steps == 1 else 's'}: the divergence on {held_out['tokens']:,}"
+        f" tokens of {held_out['on']} is {divergence_text(held_out)}."
+    )
 
 
 def _expected(expected: ExpectedSet | None) -> str:

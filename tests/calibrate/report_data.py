@@ -169,6 +169,26 @@ def budget() -> dict[str, Any]:
     }
 
 
+def training() -> dict[str, Any]:
+    """In the shape of the details of `calibrate.recover.recover`."""
+    return {
+        "name": "recover",
+        "train": ["weights", "norms"],
+        "epochs": 1,
+        "steps": 16,
+        "learning_rate": 1.5e-5,
+        "tokens": 16_000,
+        "loss": [0.05],
+        "held_out": {
+            "before": 0.05,
+            "after": 0.04,
+            "less": {"mean": 0.01, "low": 0.009, "high": 0.011},
+            "tokens": 16_400,
+            "on": "held-out samples",
+        },
+    }
+
+
 def experts() -> dict[str, Any]:
     """In the shape of the facts of `calibrate.scales.expert_fallback.with_fallback`."""
     return {

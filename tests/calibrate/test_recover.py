@@ -1,5 +1,7 @@
 """`octet recover`: what it trains, writes, refuses, and continues."""
 
+import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from calibrate import recover
 from calibrate.decoder.rounding import fake_quantize
 from calibrate.options import Options, Training, validate
 from calibrate.pipeline import run
+from calibrate.quality.gate import Gate
 from calibrate.samples.batches import Batch
 from calibrate.simulate.model import module_schemes
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
@@ -77,17 +80,20 @@ def recovered(
 ) -> Path:
     """The same as the command writes it."""
     out = tmp_path_factory.mktemp("recovered") / "recovered"
-    succeed(
+    printed = succeed(
         *("recover", origin, "--samples", example_samples / "calibration.jsonl"),
         *("--held-out", example_samples / "heldout.jsonl", "--count", 128, "--max-length", 32),
         *("--epochs", 2, "--learning-rate", 3e-4, "--no-predict", "-o", out),
     )
+    out.with_name("printed.txt").write_text(printed, "utf-8")
     return out
 
 
-def succeed(*arguments: object) -> None:
+def succeed(*arguments: object) -> str:
+    """Runs a command, and returns its report, which is on stderr."""
     done = octet(*arguments)
     assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def training_of(options: Options) -> Training:
@@ -116,6 +122,35 @@ def test_the_divergence_is_lower_and_the_weights_are_on_the_grid(
         assert not torch.equal(fake_quantize(before, scheme, scale, second), rounded)
     norm = "model.layers.1.post_attention_layernorm.weight"
     assert (trained.read(norm).float32() != original.read(norm).float32()).any()
+
+
+def test_the_report_says_what_the_training_gained(recovered: Path) -> None:
+    held_out = Calibration.load(recovered).manifest.details["algorithm"]["held_out"]
+    less = [f"{held_out['less'][key] / held_out['before']:.1%}" for key in ("mean", "low", "high")]
+    said = (
+        f"Trained on 128 samples for 2 epochs, 32 steps: the divergence on"
+        f" {held_out['tokens']:,} tokens of held-out samples is {held_out['after']:.4g} nats a"
+        f" token, and {held_out['before']:.4g} before: {less[0]} less (95 % interval {less[1]} to"
+        f" {less[2]})."
+    )
+    report = json.loads((recovered / "report.json").read_text("utf-8"))
+    printed = " ".join(recovered.with_name("printed.txt").read_text("utf-8").split())
+    assert said in printed and said in (recovered / "report.html").read_text("utf-8")
+    assert "not measured" not in report["summary"]["title"] and "not measured" not in printed
+    assert (report["summary"]["status"] == "ready") == (not report["warnings"])
+    assert "what these errors do to the model's output" not in [
+        x["what"] for x in report["unknown"]
+    ]
+
+
+def test_the_report_names_no_option_that_the_command_lacks(recovered: Path) -> None:
+    has = set(re.findall(r"--[a-z-]+", octet("recover", "--help").stdout))
+    report = json.loads((recovered / "report.json").read_text("utf-8"))
+    remedies = [*report["summary"]["todo"], *(unknown["remedy"] for unknown in report["unknown"])]
+    for remedy in remedies:
+        lacking = set(re.findall(r"--[a-z-]+", remedy)) - has
+        assert not lacking or "`octet calibrate" in remedy
+    assert "--sensitivity" not in recovered.with_name("printed.txt").read_text("utf-8")
 
 
 def test_every_export_reads_back_as_calibrated(recovered: Path, tmp_path: Path) -> None:
@@ -195,6 +230,12 @@ def test_a_result_that_is_no_better_is_not_written(options: Options) -> None:
         run(replace(options, training=training))
     assert str(options.progress) in str(refused.value)
     assert not options.out.exists() and list(options.progress.rglob("training.safetensors"))
+
+
+def test_a_gate_names_the_command_that_has_the_options(options: Options) -> None:
+    gate = Gate.parse("0.001", None)
+    with pytest.raises(GateError, match="recover from what `octet calibrate` writes with --"):
+        run(replace(options, gate=gate))
 
 
 def test_a_loss_that_is_not_finite(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:

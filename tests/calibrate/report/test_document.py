@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from calibrate.report.console import print_report
+from calibrate.report.summary import divergence_text
 from octet.artifacts.serving_path import Expectation, ExpectedSet, ServingPath
 from octet.recipe import Recipe, TensorScheme
 from tests.calibrate.report_data import (
@@ -19,6 +20,7 @@ from tests.calibrate.report_data import (
     make_report,
     observations,
     sensitivity,
+    training,
 )
 
 INPUT = "model.layers.0.self_attn.q_proj.input"
@@ -69,6 +71,34 @@ def predicted() -> ExpectedSet:
         path=ServingPath(kv_cache="e5m2"), prompts=64, low=0.01, mean=0.02, high=0.03
     )
     return ExpectedSet(recipe="nvfp4", expectations=(expected,))
+
+
+def test_what_recover_measured_is_known_and_its_remedies_name_the_other_command() -> None:
+    large = {"counts": chunks(outlier={INPUT: 3e4}), "training": training()}
+    report = make_report("nvfp4", training=training())
+    assert report.summary.trained == (
+        "Trained on 128 samples for 1 epoch, 16 steps: the divergence on 16,400 tokens of held-out"
+        " samples is 0.04 nats a token, and 0.05 before: 20.0% less (95 % interval 18.0% to 22.0%)."
+    )
+    assert report.summary.todo == ("Nothing: export it.",)
+    assert report.summary.title == "made-up as nvfp4: nothing to warn about"
+    assert report.unknown[1].why.startswith("the held-out divergence is that of all")
+    reports = [
+        report,
+        make_report("fp8-static", **large),
+        make_report("fp8", **large, sensitivity=sensitivity(10.32)),
+    ]
+    remedies = [x.remedy for report in reports for x in (*report.findings, *report.unknown)]
+    named = [line for line in remedies if "--" in line]
+    assert len(named) == 5 and all("`octet calibrate" in line for line in named)
+    late = make_report("fp8-static", counts=chunks(late={INPUT: 30.0}), training=training())
+    assert late.summary.todo == ("Train on 256 samples or more.",)
+
+
+def test_a_divergence_that_rose_is_called_more() -> None:
+    less = {"mean": -0.005, "low": -0.006, "high": -0.004}
+    said = divergence_text({"before": 0.05, "after": 0.055, "less": less})
+    assert said.endswith("and 0.05 before: 10.0% more (95 % interval 8.0% to 12.0%)")
 
 
 def test_a_method_that_clips_is_warned_about() -> None:

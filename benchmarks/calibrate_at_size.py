@@ -49,14 +49,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHARDS = {"tiny": 10, "8b": 10, "70b": 30}
 PHASES = {  # attributes of `pipeline`, and what each is called here
     "validate": "validate",
+    "require_runnable": "imports",
     "read_inputs": "samples",
+    "LayerWeights": "placing",
     "check_finite": "finite check",
+    "make_counter": "compiling",
     "observe_checkpoint": "observing",
     "_golden_records": "golden records",
+    "_fold": "folding",
     "solve": "scales",
     "report_on": "report",
     "_predict": "predictions",
     "_write": "writing",
+    "print_report": "printing",
 }
 
 

@@ -17,7 +17,12 @@ from calibrate.decoder.weights import LayerWeights
 from calibrate.golden import described, examined, golden_set
 from calibrate.job import Job
 from calibrate.journal.distributed import Group, gpu_failures, process_group
-from calibrate.journal.identity import arithmetic_of, run_identity, setting_identity
+from calibrate.journal.identity import (
+    arithmetic_of,
+    digest_of_batches,
+    run_identity,
+    setting_identity,
+)
 from calibrate.journal.journal import discard, stale
 from calibrate.journal.steps import Steps
 from calibrate.observe.counting_cpu import make_counter
@@ -179,8 +184,14 @@ def _changed(job: Job, steps: Steps) -> ChangedModel:
         force=options.force,
         console=job.console,
         compute=None if training is None else partial(recover, job, training, steps),
-        settings="" if training is None else training.key,
+        settings=_settings(job),
     )
+
+
+def _settings(job: Job) -> str:
+    """Identifies what a training's result depends on, and the text that its gain is measured on."""
+    training = job.options.training
+    return "" if training is None else training.key + digest_of_batches(job.inputs.evaluation)
 
 
 def _observe(

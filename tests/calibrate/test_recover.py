@@ -232,10 +232,16 @@ def test_a_result_that_is_no_better_is_not_written(options: Options) -> None:
     assert not options.out.exists() and list(options.progress.rglob("training.safetensors"))
 
 
-def test_a_gate_names_the_command_that_has_the_options(options: Options) -> None:
+def test_a_gate_names_the_command_that_has_the_options(options: Options, tmp_path: Path) -> None:
     gate = Gate.parse("0.001", None)
     with pytest.raises(GateError, match="recover from what `octet calibrate` writes with --"):
         run(replace(options, gate=gate))
+    # What was trained is kept, but was measured on other text.
+    assert options.held_out is not None
+    lines = options.held_out.read_text("utf-8").splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(lines[1:]), "utf-8")
+    with pytest.raises(ArtifactError, match="of another run"):
+        run(replace(options, gate=gate, held_out=tmp_path / "other.jsonl"))
 
 
 def test_a_loss_that_is_not_finite(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,12 @@ class ManagedBackend(OpenAiHttpBackend):
         )
         self.supervisor.start()
 
+    async def ready(self) -> bool:
+        ready = await super().ready()
+        if ready and self.supervisor is not None:  # which may not have looked yet
+            self.supervisor.was_healthy = True
+        return ready
+
     async def close(self) -> None:
         if self.supervisor is not None:
             await self.supervisor.close()

@@ -51,7 +51,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._lines: deque[str] = deque(maxlen=_KEPT)
         self._task: asyncio.Task[None] | None = None
-        self._was_healthy = False  # some process was
+        self.was_healthy = False  # some process was
         self.pid: int | None = None
         self.starts = 0
         self.failures = 0  # processes in a row that did not last
@@ -64,7 +64,7 @@ class Supervisor:
         One failure suffices before any process was healthy: the next one would most likely end for
         the same reason, minutes later. It goes on trying all the same.
         """
-        return self.last_end if self.failures >= (_TRIES if self._was_healthy else 1) else ""
+        return self.last_end if self.failures >= (_TRIES if self.was_healthy else 1) else ""
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -137,7 +137,7 @@ class Supervisor:
             if status == 200:
                 seen_at = now
                 if healthy_at is None:
-                    healthy_at, self._was_healthy = now, True
+                    healthy_at, self.was_healthy = now, True
                     _log.info("%s: vLLM is ready after %.0f s", self.name, now - began)
             elif healthy_at is None and now - began > self._start_timeout_s:
                 self.last_end = (

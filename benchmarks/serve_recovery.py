@@ -14,8 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +31,7 @@ from card import conditions, report
 from vllm_cases import EXAMPLE
 
 from serve.vllm.command import WEIGHT_ONLY
+from serve.vllm.process import child_process, free_port
 
 REQUESTS = 48
 BODY = {"model": "model", "prompt": "def f(", "max_tokens": 400, "ignore_eos": True}
@@ -104,31 +103,16 @@ def serving(
     case: Case, directory: Path, log: Path, options: argparse.Namespace
 ) -> Iterator[tuple[str, float]]:
     """While active, runs `octet serve`; yields its URL, and when it was started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words = [sys.executable, "-m", "octet", "serve", options.model, *case.words]
     words += ["--recipe", options.recipe]
     words += ["--samples", EXAMPLE / "samples" / "calibration.jsonl", "--out", directory / "kept"]
     words += ["--python", options.python, "--port", port, "--", *options.flags]
     words += case.options
-    environment = {**os.environ, **dict(case.environment), "HF_HUB_OFFLINE": "1"}
+    environment = {**dict(case.environment), "HF_HUB_OFFLINE": "1"}
     started = time.monotonic()
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            list(map(str, words)),
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            yield f"http://127.0.0.1:{port}", started
-        finally:
-            for way in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, way)
-                    process.wait(40)
+    with log.open("wb") as out, child_process(list(map(str, words)), out, environment):
+        yield f"http://127.0.0.1:{port}", started
 
 
 def until_ready(url: str, seconds: float) -> bool:

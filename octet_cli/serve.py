@@ -132,6 +132,7 @@ def _quantized(
     kept = out or model.absolute().with_name(f"{model.absolute().name}.{chosen.name}")
     if (kept / MANIFEST_FILE).exists():
         raise ConfigError(f"{kept}: is an artifact; name another directory with --out, or serve it")
+    with_vllm = takes_vllm(options)  # a missing vLLM is an error before minutes of calibration
     calibration = kept / "calibration"
     if (calibration / MANIFEST_FILE).exists():
         made = Manifest.load(calibration, "calibration", verify=False)
@@ -148,8 +149,7 @@ def _quantized(
     else:
         _require_free(*address)
         _octet("calibrate", model, "--samples", samples, "--recipe", recipe, "--out", calibration)
-    wanted = {"checkpoint": takes_vllm(options)}
-    wanted["onnx"] = options.fallback or not wanted["checkpoint"]
+    wanted = {"checkpoint": with_vllm, "onnx": options.fallback or not with_vllm}
     for kind, needed in wanted.items():
         if needed and not (kept / kind / MANIFEST_FILE).exists():
             _octet("export", kind, calibration, "--out", kept / kind)

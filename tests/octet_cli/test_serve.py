@@ -126,3 +126,12 @@ def test_a_port_in_use_is_refused_before_anything_is_calibrated(
         )
     assert done.returncode == 2 and not ran
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+
+
+def test_a_python_without_vllm_is_refused_before_anything_is_calibrated(
+    ran: Ran, tiny_model: Path, tmp_path: Path
+) -> None:
+    words = ("serve", tiny_model, "--samples", "texts.jsonl", "-o", tmp_path / "kept")
+    done = octet(*words, "--python", tmp_path / "none")
+    assert done.returncode == 2 and not ran
+    assert f"python {tmp_path}/none: no such program" in done.stderr

@@ -17,6 +17,7 @@ __all__ = ["Unlisted"]
 _TRIES = 16  # ids that are tried after another before the first of them is left out
 _SPARE = 4  # one more id than wanted for every so many, because not all fit
 _AT_ONCE = 4  # of those tries, which the tokenizer encodes in one call
+_TAIL = 8  # ids before another that decide whether it fits: encoding the whole list takes seconds
 
 
 class Unlisted:
@@ -38,32 +39,43 @@ class Unlisted:
 
     def listed(self, length: int) -> list[int]:
         """Returns up to `length` ids whose text encodes to them; shorter if no more fit."""
+        found, unfit = self._listed(length, _TAIL)
+        if self._encoded([found])[0] != found:  # a tokenizer that looks further back
+            found, unfit = self._listed(length, length)
+        self._ids.sort(key=unfit.__contains__)  # later lists try them last
+        return found
+
+    def _listed(self, length: int, tail: int) -> tuple[list[int], set[int]]:
+        """Returns a list whose ids each fit after `tail` others, and the ids that did not fit."""
         found = list(self._lead)
         more = length + length // _SPARE + _TRIES
         left = self._ids[:length][::-1] + self._ids[length:more]
         unfit = set[int]()
         while left and len(found) < length:
-            fitting = self._first_fitting(found, left[:_TRIES])
+            fitting = self._first_fitting(found[-2 * tail :], left[:_TRIES], tail)
             if fitting is None:
                 unfit.add(left[0])
             else:
                 found.append(fitting)
             left.remove(left[0] if fitting is None else fitting)
-        self._ids.sort(key=unfit.__contains__)  # later lists try them last
-        return found
+        return found, unfit
 
-    def _first_fitting(self, found: list[int], tried: list[int]) -> int | None:
-        """Returns the first of `tried` that can follow `found`: their text encodes to them."""
+    def _first_fitting(self, found: list[int], tried: list[int], tail: int) -> int | None:
+        """Returns the first of `tried` that can follow `found`, as far as the last `tail` show."""
         for start in range(0, len(tried), _AT_ONCE):
             lists = [[*found, i] for i in tried[start : start + _AT_ONCE]]
-            texts = [
-                self._tokenizer.decode(
-                    ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-                for ids in lists
-            ]
-            encoded = self._tokenizer(texts, return_attention_mask=False)["input_ids"]
-            for ids, again in zip(lists, encoded, strict=True):
-                if again == ids:
+            for ids, again in zip(lists, self._encoded(lists), strict=True):
+                if again[-tail - 1 :] == ids[-tail - 1 :]:
                     return ids[-1]
         return None
+
+    def _encoded(self, lists: list[list[int]]) -> list[list[int]]:
+        """Returns what the text of each of `lists` encodes to."""
+        texts = [
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            for ids in lists
+        ]
+        encoded: list[list[int]] = self._tokenizer(texts, return_attention_mask=False)["input_ids"]
+        return encoded

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from calibrate.samples.golden_prompts import CONTINUATION, LONGEST, choose_prompts, too_short
 from calibrate.samples.sample import Sample
 from calibrate.samples.tokens import tokenize
+from calibrate.samples.vocabulary import Unlisted
 from octet.artifacts.golden import FIRST, spread
 from octet.errors import SampleError
 
@@ -127,6 +128,34 @@ def test_ids_beyond_the_models_vocabulary_are_not_listed(tokenizer: Any) -> None
     found = choose_prompts(sequences, tokenizer, 1024, 300)
     assert max(token for _, ids in found.prompts for token in ids) < 300
     assert len(found.prompts) == 64  # pieces take the place of lists when no id is left
+
+
+class LooksFarBack:
+    """Encodes to even ids only, from the 31st on."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts: Any, **options: Any) -> dict[str, Any]:
+        found = self._tokenizer(texts, **options)["input_ids"]
+        if isinstance(texts, str):
+            return {"input_ids": _even_after_30(found)}
+        return {"input_ids": [_even_after_30(ids) for ids in found]}
+
+
+def _even_after_30(ids: list[int]) -> list[int]:
+    return [*ids[:30], *(token - token % 2 for token in ids[30:])]
+
+
+def test_lists_encode_to_themselves_though_the_tokenizer_looks_far_back(tokenizer: Any) -> None:
+    tokenizer = LooksFarBack(tokenizer)
+    listed = Unlisted(tokenizer, len(tokenizer.get_vocab()), []).listed(60)
+    text = tokenizer.decode(listed, clean_up_tokenization_spaces=False)
+    assert len(listed) > 40
+    assert tokenizer(text)["input_ids"] == listed
 
 
 def outside(sequences: list[list[int]], prompts: list[tuple[str, list[int]]]) -> float:

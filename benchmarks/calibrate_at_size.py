@@ -56,7 +56,7 @@ PHASES = {  # attributes of `pipeline`, and what each is called here
     "make_counter": "compiling",
     "observe_checkpoint": "observing",
     "_golden_records": "golden records",
-    "_fold": "folding",
+    "find_folds": "folding",
     "solve": "scales",
     "report_on": "report",
     "_predict": "predictions",
@@ -195,7 +195,7 @@ def timed(spans: dict[str, tuple[float, float]]) -> Iterator[None]:
             try:
                 return function(*args, **kwargs)
             finally:
-                if torch.cuda.is_available():
+                if torch.cuda.is_available() and phase != "report":  # built beside predictions
                     torch.cuda.synchronize()
                 spans[phase] = started, time.perf_counter()
                 print(f"{phase}: {spans[phase][1] - started:.1f} s", flush=True)

@@ -74,6 +74,11 @@ class Options(Sampling):
         return super().minimum if decide or self.budget is not None else 1
 
     @property
+    def measures(self) -> bool:
+        """Decides whether the quantized model runs on held-out samples, to measure its cost."""
+        return self.sensitivity or self.budget is not None or self.gate is not None
+
+    @property
     def progress(self) -> Path:
         """Directory that keeps finished work until `out` is written."""
         return self.out.absolute().with_name(f"{self.out.name}.progress")

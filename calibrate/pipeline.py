@@ -3,7 +3,8 @@
 import json
 import shutil
 import time
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,19 +78,12 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         _announce(job, resumed)
         steps = _steps(job)
         changed = _changed(job, steps)
-        golden, observed, seconds = _observe(job, changed, steps)
-        changed, observed = _fold(job, changed, observed)
-        mine = group.rank == 0
-        solved = group.attempt(
-            lambda: _solve(job, changed, observed, golden, steps) if mine else None
-        )
-        prediction = _predict(job, changed, golden, solved, steps) if options.predict else None
-        if solved is None or observed is None:
+        golden, changed, solved, seconds = _observe(job, changed, steps)
+        group.attempt(lambda: _judge(job, solved, golden))
+        prediction, report = _predict(job, changed, golden, solved, steps)
+        if solved is None or report is None:
             return None
-        solution, report = solved
-        expected = prediction.expected if prediction else None
-        report = replace(report, expected=expected, examined=examined(golden))
-        calibration = _write(job, changed, observed, golden, solution, report, prediction)
+        calibration = _write(job, solved, golden, report, prediction)
     if console is not None:
         print_report(
             console,
@@ -194,13 +188,26 @@ def _settings(job: Job) -> str:
     return "" if training is None else training.key + digest_of_batches(job.inputs.evaluation)
 
 
+@dataclass(frozen=True)
+class Solved:
+    """The folded model, its activation counts, and the scales: what rank 0 has of them."""
+
+    folding: Folding
+    changed: ChangedModel
+    observed: Observed
+    solution: Solution
+
+
 def _observe(
     job: Job, changed: ChangedModel, steps: Steps
-) -> tuple[GoldenSet, Observed | None, float]:
-    """Computes golden records, and counts activations; also returns the seconds of counting.
+) -> tuple[GoldenSet, ChangedModel, Solved | None, float]:
+    """Computes golden records, counts activations and derives the scales.
+
+    Returns the golden records; the model with folded cache scales, which everything after sees; on
+    rank 0 what it derived; and the seconds of counting.
 
     If there are several ranks, the last one computes the golden records, and counts nothing, while
-    the others count.
+    the others count. Scales that need no run of the model are derived meanwhile, too.
     """
     prompts, group = job.inputs.prompts, job.group
     inputs = json.dumps(prompts)
@@ -210,23 +217,37 @@ def _observe(
     if apart:
         observers = group.without_last()
         _say(job.console, "the last process computes golden records, while the others count")
+    seconds = 0.0
 
-    def work() -> tuple[GoldenSet | None, Observed | None, float]:
-        observed, seconds = None, 0.0
+    def solved_by_first(observed: Observed | None) -> Solved | None:
+        if observed is None or group.rank != 0:
+            return None
+        return _solve(job, changed, observed, steps)
+
+    def work() -> tuple[GoldenSet | None, Observed | None, Solved | None]:
+        nonlocal seconds
+        observed = solved = None
         golden = GoldenSet.model_validate_json(kept[0]) if kept else None
         if observers is not None:
             observed, seconds = _count(job, changed, observers)
+        if apart and not job.options.measures:
+            solved = solved_by_first(observed)
         if golden is None and (observers is None or not apart):
             golden = _golden_records(job)
-        return golden, observed, seconds
+        return golden, observed, solved
 
-    golden, observed, seconds = group.attempt(work)
+    golden, observed, solved = group.attempt(work)
     golden = group.gather(golden)[-1]
     assert golden is not None
     if not kept:  # before a gate or an interruption can end the run
         text = golden.model_dump_json()
         group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
-    return described(golden, job.inputs.scope, job.inputs.lists), observed, seconds
+    golden = described(golden, job.inputs.scope, job.inputs.lists)
+    solved = group.attempt(lambda: solved or solved_by_first(observed))
+    folding = group.gather(solved and solved.folding)[0]
+    for line in describe_folds(job.checkpoint.spec, folding.folds):
+        _say(job.console, line)
+    return golden, _folded(changed, folding), solved, seconds
 
 
 def _count(job: Job, changed: ChangedModel, observers: Group) -> tuple[Observed, float]:
@@ -264,31 +285,27 @@ def _golden_records(job: Job) -> GoldenSet:
         )
 
 
-def _fold(
-    job: Job, changed: ChangedModel, observed: Observed | None
-) -> tuple[ChangedModel, Observed | None]:
-    """Folds what cache scales there are into the weights; everything after sees that model."""
-    checkpoint = changed.checkpoint
-
-    def find() -> Folding:
-        assert observed is not None  # by the first rank
-        return find_folds(checkpoint, observed.histograms, observed.observations, changed.scales)
-
-    folding = job.group.on_first(find)
-    changed = replace(changed, unfolded=folding.refused)
-    if not folding.folds:
-        return changed, observed
-    for line in describe_folds(checkpoint.spec, folding.folds):
-        _say(job.console, line)
-    changed = replace(
-        changed,
-        checkpoint=checkpoint.with_folds(folding.folds),
-        details=changed.details | {"folded": folding.folds},
+def _solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> Solved:
+    """Folds what cache scales there are into the weights, and derives the scales."""
+    folding = find_folds(
+        changed.checkpoint, observed.histograms, observed.observations, changed.scales
     )
-    if observed is not None:
+    changed = _folded(changed, folding)
+    if folding.folds:
         counts = shifted(folding.folds, observed.histograms, observed.observations)
         observed = replace(observed, histograms=counts)
-    return changed, observed
+    return Solved(folding, changed, observed, solve(job, changed, observed, steps))
+
+
+def _folded(changed: ChangedModel, folding: Folding) -> ChangedModel:
+    changed = replace(changed, unfolded=folding.refused)
+    if not folding.folds:
+        return changed
+    return replace(
+        changed,
+        checkpoint=changed.checkpoint.with_folds(folding.folds),
+        details=changed.details | {"folded": folding.folds},
+    )
 
 
 def _steps(job: Job) -> Steps:
@@ -299,23 +316,15 @@ def _steps(job: Job) -> Steps:
     return Steps(directory, run_identity(job.checkpoint, (), "float32", job.device))
 
 
-def _solve(
-    job: Job,
-    changed: ChangedModel,
-    observed: Observed | None,
-    golden: GoldenSet,
-    steps: Steps,
-) -> tuple[Solution, Report]:
-    """Derives the scales, and reports on them.
+def _report(job: Job, solved: Solved) -> Report:
+    return report_on(job, solved.changed, solved.solution, solved.observed)
 
-    Raises GateError, and keeps the evidence, if the recipe costs more than the gate allows.
-    """
-    assert observed is not None  # by the first rank
-    solution = solve(job, changed, observed, steps)
-    report = report_on(job, changed, solution, observed)
-    if solution.gate is not None and not solution.gate.met:
-        raise _refused(job, solution, report, golden)
-    return solution, report
+
+def _judge(job: Job, solved: Solved | None, golden: GoldenSet) -> None:
+    """Raises GateError, and keeps the evidence, if the recipe costs more than the gate allows."""
+    if solved is None or solved.solution.gate is None or solved.solution.gate.met:
+        return
+    raise _refused(job, solved.solution, _report(job, solved), golden)
 
 
 def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) -> GateError:
@@ -336,17 +345,28 @@ def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) ->
 
 
 def _predict(
-    job: Job,
-    changed: ChangedModel,
-    golden: GoldenSet,
-    solved: tuple[Solution, Report] | None,
-    steps: Steps,
-) -> Prediction | None:
-    """Predicts the divergence of each serving path; None for an unknown architecture.
+    job: Job, changed: ChangedModel, golden: GoldenSet, solved: Solved | None, steps: Steps
+) -> tuple[Prediction | None, Report | None]:
+    """Predicts the divergence of each serving path, and builds the report meanwhile.
 
-    The ranks share the scenarios. `solved` is rank 0's.
+    There is no prediction for an unknown architecture, or if none is wanted. The ranks share the
+    scenarios; rank 0 builds the report.
     """
-    found = None if solved is None else solved[0].quantization
+    with ThreadPoolExecutor(1) as pool:
+        building = None if solved is None else pool.submit(_report, job, solved)
+        prediction = _prediction(job, changed, golden, solved, steps)
+    if building is None:
+        return prediction, None
+    expected = prediction.expected if prediction else None
+    return prediction, replace(building.result(), expected=expected, examined=examined(golden))
+
+
+def _prediction(
+    job: Job, changed: ChangedModel, golden: GoldenSet, solved: Solved | None, steps: Steps
+) -> Prediction | None:
+    if not job.options.predict:
+        return None
+    found = None if solved is None else solved.solution.quantization
     recipe = job.group.gather(None if found is None else found.recipe)[0]
     scales = job.group.share({} if found is None else found.scales)
     return expected_divergence(
@@ -364,15 +384,14 @@ def _predict(
 
 def _write(
     job: Job,
-    changed: ChangedModel,
-    observed: Observed,
+    solved: Solved,
     golden: GoldenSet,
-    solution: Solution,
     report: Report,
     prediction: Prediction | None,
 ) -> Calibration:
     """Writes the artifact, and removes the work that was kept to resume from."""
-    options = job.options
+    options, solution = job.options, solved.solution
+    changed, observed = solved.changed, solved.observed
     details: dict[str, Any] = {
         "source": str(options.model.absolute()),
         "compute_dtype": job.dtype,

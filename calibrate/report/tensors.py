@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 STEPS = 8  # bins per octave of a plotted distribution
+_THREADS = 4
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -138,8 +139,9 @@ def report_tensors(
             measured.get(observation.consumers[0], {}) if observation.kind == "input" else {},
         )
 
-    # Each search of a scale takes milliseconds, most of them without the interpreter's lock.
-    with ThreadPoolExecutor(usable_cores()) as pool:
+    # Half of each search runs without the interpreter's lock: more threads would wait for it, and
+    # keep it from the one that feeds the GPU meanwhile.
+    with ThreadPoolExecutor(min(_THREADS, usable_cores())) as pool:
         return dict(zip(observations, pool.map(report, observations), strict=True))
 
 

@@ -71,11 +71,14 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     _check_evaluation(options, inputs)
     dtype = resolve_dtype(options.dtype, checkpoint)
     with process_group(_device(options)) as (group, device):
+        if options.algorithm is not None and group.world > 1:
+            raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
         shown = console if group.rank == 0 else None
         resumed = group.on_first(partial(_resumes, options, inputs, dtype, device, shown))
         weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
         job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
+        check_finite(checkpoint, shown, group)  # hashes the files, which names the steps below
         steps = _steps(job)
         changed = _changed(job, steps)
         golden, changed, solved, seconds = _observe(job, changed, steps)
@@ -161,11 +164,8 @@ def _say(console: Console | None, line: str) -> None:
 
 
 def _changed(job: Job, steps: Steps) -> ChangedModel:
-    """Checks the weights, and changes them if an algorithm is wanted."""
+    """Changes the weights if an algorithm is wanted."""
     options, training = job.options, job.options.training
-    if options.algorithm is not None and job.group.world > 1:
-        raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
-    check_finite(job.checkpoint, job.console, job.group)
     return changed_model(
         job.checkpoint,
         options.algorithm,

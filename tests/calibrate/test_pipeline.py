@@ -39,6 +39,7 @@ from octet.errors import (
 from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from octet.storage.files import file_digests
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 from tests.command import octet
 from tests.models import write_model
@@ -400,6 +401,22 @@ def test_the_journal_of_another_run_is_refused_before_weights_are_read_or_discar
     shown = stream.getvalue()
     assert "starting over: " in shown and "continuing from" not in shown
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_each_weight_file_is_hashed_once(
+    tmp_path: Path, tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def counted(path: Path, *rest: Any) -> tuple[str, str | None]:
+        hashed.append(path.name)
+        return file_digests(path, *rest)
+
+    monkeypatch.setattr("octet.storage.tensors.file_digests", counted)
+    out = tmp_path / "out"
+    run(Options(model=tiny_model, samples=tiny_samples, out=out, recipe=FP8, predict=False))
+    weights = sorted(path.name for path in tiny_model.glob("*.safetensors"))
+    assert sorted(name for name in hashed if name in weights) == weights
 
 
 def test_an_architecture_that_cannot_run_is_refused_before_samples_are_read(

@@ -38,6 +38,18 @@ _KINDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "gemma": {"num_key_value_heads": 1},
     # Phi-4-mini's rotary share; a Phi-3 configuration has no head_dim
     "phi3": {
@@ -97,6 +109,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("phi3", {"sliding_window": 24}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
+    "gpt_oss": ("gpt_oss", {}),
 }
 # What no field of a ModelSpec describes: transformers computes it, no graph of ours does.
 UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,7 +159,7 @@ def write_model(path: Path, kind: str, *, seed: int = 0, **settings: Any) -> Pat
     config = AutoConfig.for_model(kind, **(_SIZES | _KINDS.get(kind, {}) | settings))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(("bias", ".sinks")):
             torch.nn.init.uniform_(parameter, -0.5, 0.5)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

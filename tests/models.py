@@ -46,6 +46,8 @@ _KINDS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
             "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 64,
         },
@@ -109,8 +111,9 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-window": ("phi3", {"sliding_window": 24}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
-    "gpt_oss": ("gpt_oss", {}),
 }
+# Not quantized by Octet: run, simulated and proven only.
+GPT_OSS: dict[str, tuple[str, dict[str, Any]]] = {"gpt_oss": ("gpt_oss", {})}
 # What no field of a ModelSpec describes: transformers computes it, no graph of ours does.
 UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": (

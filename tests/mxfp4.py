@@ -47,7 +47,9 @@ def unpacked(packed: Path, out: Path) -> Path:
     shutil.copytree(packed, out)
     tensors = load_file(packed / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_blocks")]:
-        blocks, scales = (tensors.pop(f"{name[: -len('_blocks')]}{x}") for x in ("_blocks", "_scales"))
+        blocks, scales = (
+            tensors.pop(f"{name[: -len('_blocks')]}{x}") for x in ("_blocks", "_scales")
+        )
         tensors[name.removesuffix("_blocks")] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     config = json.loads((out / "config.json").read_text("utf-8"))

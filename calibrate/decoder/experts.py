@@ -113,7 +113,7 @@ def _gated(experts: Any, both: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(experts: Any) -> bool:
-    """Returns whether the experts are gpt-oss's: transposed, with biases and a gate of their own."""
+    """Returns whether the experts are gpt-oss's: transposed, with biases and their own gate."""
     return bool(getattr(experts, "is_transposed", False))
 
 

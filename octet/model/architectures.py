@@ -31,7 +31,13 @@ ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _SWITCHED = ("Qwen2ForCausalLM", *_QWEN3)  # the window applies only if use_sliding_window is set
-_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "GptOssForCausalLM", *_SWITCHED)
+_WINDOWED = (
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "GptOssForCausalLM",
+    *_SWITCHED,
+)
 # The window may apply to some layers only.
 _BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM")
 # Have biases if attention_bias is set.
@@ -307,9 +313,7 @@ def _experts(architecture: str, config: Mapping[str, Any], where: str) -> dict[s
     return {
         "experts": experts,
         "experts_per_token": chosen,
-        "moe_intermediate_size": config[
-            "intermediate_size" if same else "moe_intermediate_size"
-        ],
+        "moe_intermediate_size": config["intermediate_size" if same else "moe_intermediate_size"],
         "norm_topk_prob": same or bool(config.get("norm_topk_prob", False)),
         "sparse_layers": tuple(
             index for index in range(layers) if index not in dense and (index + 1) % step == 0

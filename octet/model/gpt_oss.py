@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from octet.errors import CheckpointError, UnsupportedError
-from octet.model.block_format import QUANTIZATION
 from octet.model.spec import ModelSpec
 from octet.numerics import scaling
 from octet.numerics.bits import float32_to_bf16, unpack_e2m1
@@ -167,8 +166,8 @@ class Mxfp4Weights:
         if (scale.codes > _LARGEST).any():
             at = np.argwhere(scale.codes > _LARGEST)[0].tolist()
             raise CheckpointError(
-                f"{self.where}: {self.scales[name]}: the E8M0 scale at {at} is NaN, or makes the weight infinite;"
-                " download the checkpoint again"
+                f"{self.where}: {self.scales[name]}: the E8M0 scale at {at} is NaN, or makes the"
+                " weight infinite; download the checkpoint again"
             )
         codes, factor = unpack_e2m1(packed.codes), decode(scale.codes, E8M0)
         real = scaling.dequantize(codes, factor, E2M1, scaling.group(_GROUP))

@@ -1,14 +1,20 @@
-"""Packs the experts of a gpt-oss checkpoint in MXFP4 as OpenAI publishes them, with torch alone."""
+"""Writes a small gpt-oss, and packs its experts in MXFP4 as OpenAI publishes them."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = ["MXFP4", "pack_experts", "unpacked"]
+from octet.storage.tensors import Tensor
+from tests.models import Tensors, rewrite_model, write_model
+
+__all__ = ["MXFP4", "each", "pack_experts", "unpacked", "write_gpt_oss"]
 
 # Of openai/gpt-oss-20b's config.json.
 MXFP4: dict[str, Any] = {
@@ -20,8 +26,36 @@ MXFP4: dict[str, Any] = {
         "lm_head",
     ],
 }
+Codes = npt.NDArray[Any]
 _VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def write_gpt_oss(out: Path) -> Path:
+    """A random gpt-oss in BF16, of a short context, so that its golden prompts are short, too.
+
+    Logits of random weights are so close that no fault moves them far: these are twice as large.
+    """
+
+    def sharpen(tensors: Tensors) -> Tensors:
+        return tensors | {"model.norm.weight": tensors["model.norm.weight"].times_power(1)}
+
+    sizes = {"max_position_embeddings": 96, "num_local_experts": 4, "intermediate_size": 64}
+    plain = write_model(out.with_name(f"{out.name}.plain"), "gpt_oss", **sizes)
+    return rewrite_model(plain, out, sharpen)
+
+
+def each(suffix: str, change: Callable[[Codes], Codes]) -> Callable[[Tensors], Tensors]:
+    """Changes the codes of all tensors whose name has that ending."""
+
+    def changed(tensors: Tensors) -> Tensors:
+        return tensors | {
+            name: Tensor(x.dtype, np.ascontiguousarray(change(x.codes)))
+            for name, x in tensors.items()
+            if name.endswith(suffix)
+        }
+
+    return changed
 
 
 def pack_experts(model: Path, out: Path) -> Path:

@@ -75,7 +75,9 @@ def test_the_layered_model_is_the_whole_one_to_the_bit(
     assert torch.equal(layered.logits([hidden])[0], whole)
 
 
-@pytest.mark.parametrize("name", KNOWN | UNDESCRIBED | GPT_OSS)  # the others are refused --sensitivity
+@pytest.mark.parametrize(
+    "name", KNOWN | UNDESCRIBED | GPT_OSS
+)  # the others are refused --sensitivity
 def test_the_rest_of_a_decoder_is_the_same_from_any_layer(name: str, tmp_path: Path) -> None:
     kind, settings = MODELS[name]
     checkpoint = Checkpoint.open(write_model(tmp_path, kind, num_hidden_layers=3, **settings))

@@ -13,31 +13,12 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import CheckpointError
 from octet.proof.reference import Proofs, load_proofs
 from octet.proof.verdict import Verdict
-from octet.storage.tensors import Tensor
-from tests.models import Tensors, rewrite_model, write_model
-from tests.mxfp4 import pack_experts, unpacked
+from tests.models import Tensors, rewrite_model
+from tests.mxfp4 import each, pack_experts, unpacked, write_gpt_oss
 from tests.shared import Shared
 from tests.verify.packs import answered, judged
 from verify.artifact import verify
 from verify.proof_pack import PackOptions, open_pair, write_pack
-
-
-def sharpen(tensors: Tensors) -> Tensors:
-    """Logits of random weights are so close that no fault moves them far: these are larger."""
-    norm = tensors["model.norm.weight"]
-    return tensors | {"model.norm.weight": norm.times_power(2)}
-
-
-def each(suffix: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensors], Tensors]:
-    def changed(tensors: Tensors) -> Tensors:
-        return tensors | {
-            name: Tensor(x.dtype, np.ascontiguousarray(change(x.codes)))
-            for name, x in tensors.items()
-            if name.endswith(suffix)
-        }
-
-    return changed
-
 
 FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "wrong nibble order": (each("_blocks", lambda x: x << 4 | x >> 4), "nibbles_swapped"),
@@ -51,10 +32,7 @@ FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In BF16, of a short context, so that its golden prompts are short, too."""
-    root = tmp_path_factory.mktemp("gpt-oss")
-    sizes = {"max_position_embeddings": 96, "num_local_experts": 4, "intermediate_size": 64}
-    return rewrite_model(write_model(root / "random", "gpt_oss", **sizes), root / "model", sharpen)
+    return write_gpt_oss(tmp_path_factory.mktemp("gpt-oss") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +97,11 @@ def test_a_damaged_checkpoint_is_refused(
     with pytest.raises(CheckpointError) as refused:
         write_pack(open_pair(wanted), wanted)
     line = str(refused.value)
-    print(line)
     assert "model.layers.0.mlp.experts.0.down_proj.blocks: SQNR" in line and "\n" not in line
     assert not wanted.out.exists()
 
 
-def test_it_may_be_its_own_original(
-    packed: Path, example_samples: Path, tmp_path: Path
-) -> None:
+def test_it_may_be_its_own_original(packed: Path, example_samples: Path, tmp_path: Path) -> None:
     wanted = options(packed, packed, example_samples, tmp_path / "pack")
     pair = open_pair(wanted)
     write_pack(pair, wanted)

@@ -137,7 +137,11 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
         {},
         f"{BLOCKS} has shape [8, 192, 32], config.json says [8, 192, 2, 16]",
     ),
-    "an expert too few": (with_codes(SCALES, lambda x: x[:7]), {}, f"{SCALES} has shape [7, 64, 3]"),
+    "an expert too few": (
+        with_codes(SCALES, lambda x: x[:7]),
+        {},
+        f"{SCALES} has shape [7, 64, 3]",
+    ),
     "scales of another dtype": (
         lambda x: x | {SCALES: Tensor("F16", x[SCALES].codes.astype(np.float16))},
         {},

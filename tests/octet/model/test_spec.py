@@ -239,7 +239,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         QWEN3_30B_A3B | {"architectures": ["BertModel"]},
         "architecture BertModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM,"
         " MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
-        " GemmaForCausalLM, Phi3ForCausalLM, GptOssForCausalLM, and others named ...ForCausalLM by their tensors",
+        " GemmaForCausalLM, Phi3ForCausalLM, GptOssForCausalLM, and others named ...ForCausalLM by"
+        " their tensors",
     ),
     "no experts": (QWEN3_30B_A3B | {"num_experts": 0}, "num_experts is 0, not a count"),
     "experts unsaid": (QWEN3_30B_A3B | {"num_experts": None}, "num_experts is None"),

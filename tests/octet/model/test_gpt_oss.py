@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from calibrate.decoder.loading import load_model
 from calibrate.golden import golden_set
-from calibrate.options import Options, validate
-from octet.errors import OctetError, UnsupportedError
+from octet.errors import OctetError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ModelSpec
-from octet.recipe import Recipe
 from octet.storage.tensors import Tensor
+from tests.command import octet
 from tests.models import Tensors, rewrite_model, write_model
 from tests.mxfp4 import MXFP4, pack_experts, unpacked
 from verify.reader.checkpoint import Written
@@ -99,14 +98,33 @@ def test_a_published_config_is_described() -> None:
     assert ModelSpec.from_config(short, "model") == spec  # what transformers takes by default
 
 
-def test_calibrate_refuses_it_and_names_what_works(packed: Path, tmp_path: Path) -> None:
-    options = Options(
-        model=packed, samples=tmp_path, out=tmp_path / "out", recipe=Recipe.load("fp8")
-    )
-    with pytest.raises(UnsupportedError) as refused:
-        validate(options)
-    assert f"{packed}: Octet quantizes no GptOssForCausalLM" in str(refused.value)
-    assert "`octet golden`" in str(refused.value) and "\n" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            ("calibrate", "--samples", "x.jsonl", "-o", "out"),
+            "Octet quantizes no GptOssForCausalLM",
+        ),
+        (
+            ("plan", "--gpu", "h100", "--context", "1k", "--concurrency", "1"),
+            "Octet quantizes no GptOssForCausalLM",
+        ),
+        (("serve",), "Octet quantizes no GptOssForCausalLM"),
+        (("doctor",), "which engines run gpt-oss's MXFP4 on which GPU is not in Octet's table"),
+    ],
+)
+def test_what_needs_a_recipe_refuses_it_and_names_what_works(
+    command: tuple[str, ...],
+    line: str,
+    packed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = octet(command[0], packed, *command[1:])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {packed}: {line}") and done.stderr.count("\n") == 1
+    assert "`octet golden`" in done.stderr and not list(tmp_path.iterdir())
 
 
 def renamed(before: str, after: str) -> Callable[[Tensors], Tensors]:

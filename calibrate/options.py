@@ -14,6 +14,7 @@ from octet.artifacts.manifest import Manifest, check_destination
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
 from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
+from octet.model.gpt_oss import refuse_gpt_oss
 from octet.recipe import Recipe
 
 __all__ = ["Options", "Trainable", "Training", "source_of", "validate", "validate_rescale"]
@@ -95,6 +96,7 @@ def validate(options: Options) -> Checkpoint:
     check_destination(options.out, force=options.force, inputs=inputs, kind="calibration")
     checkpoint = Checkpoint.open(options.model)
     spec, names = checkpoint.spec, checkpoint.spec.linear_names
+    refuse_gpt_oss(spec, options.model)
     options.recipe.check_patterns(names)
     options.recipe.check_quantizes(names)
     if options.gate is not None:

@@ -142,6 +142,10 @@ def _quantized(
                 f"{kept}: holds {source} as {made.recipe.name}; name another directory with --out"
             )
     elif samples is None:
+        from octet.model.checkpoint import Checkpoint
+        from octet.model.gpt_oss import refuse_gpt_oss
+
+        refuse_gpt_oss(Checkpoint.open(model).spec, model)
         raise ConfigError(
             f"{model}: is not quantized; give --samples FILE to calibrate and prove it, or serve an"
             " export of it"

@@ -38,6 +38,20 @@ _KINDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 24,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
     "gemma": {"num_key_value_heads": 1},
     # Phi-4-mini's rotary share; a Phi-3 configuration has no head_dim
     "phi3": {
@@ -98,6 +112,8 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
 }
+# Not quantized by Octet: run, simulated and proven only.
+GPT_OSS: dict[str, tuple[str, dict[str, Any]]] = {"gpt_oss": ("gpt_oss", {})}
 # What no field of a ModelSpec describes: transformers computes it, no graph of ours does.
 UNDESCRIBED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": (
@@ -146,7 +162,7 @@ def write_model(path: Path, kind: str, *, seed: int = 0, **settings: Any) -> Pat
     config = AutoConfig.for_model(kind, **(_SIZES | _KINDS.get(kind, {}) | settings))
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
+        if name.endswith(("bias", ".sinks")):
             torch.nn.init.uniform_(parameter, -0.5, 0.5)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -73,7 +73,7 @@ def e4m3_attention(scale: Tensor) -> Attention:
 
     This is what FlashAttention 3 does with an E4M3 cache. Probabilities are relative to the largest
     of their row, times 2^8 so that small ones keep their bits (`Max_offset` in its softmax.h). They
-    are summed before they are rounded.
+    are summed before they are rounded, with each head's attention sink, if there are any.
     """
 
     def attention(
@@ -86,6 +86,7 @@ def e4m3_attention(scale: Tensor) -> Attention:
         *,
         scaling: float | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,  # sinks [H]
         **_: Any,
     ) -> tuple[Tensor, None]:
         heads, length = query.shape[1], query.shape[2]
@@ -102,8 +103,11 @@ def e4m3_attention(scale: Tensor) -> Attention:
             scores = scores.masked_fill_(~mask, -torch.inf)
         else:
             scores = scores + mask
-        weights = (scores - scores.amax(-1, keepdim=True)).exp_().mul_(256)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp_().mul_(256)
         total = weights.sum(-1, keepdim=True)
+        if s_aux is not None:
+            total = total + (s_aux.float()[:, None, None] - largest).exp_().mul_(256)
         out = round_to(weights, E4M3) @ values / total
         return out.to(query.dtype).transpose(1, 2), None
 

@@ -1,8 +1,9 @@
 """Observes mixtures of experts: the activations of each expert, and its weights by name.
 
 transformers 5 keeps the experts of a layer in two fused parameters, `gate_up_proj` [E, 2I, H] (gate
-above up) and `down_proj` [E, H, I], and runs them in one module. A checkpoint stores them one by
-one, and so do our histograms and scales. Everything here uses the checkpoint's names.
+above up) and `down_proj` [E, H, I], and runs them in one module; those of gpt-oss are transposed,
+and have biases. A `Checkpoint` has them one by one, and so do our histograms and scales. Everything
+here uses the checkpoint's names.
 
 With static input scales, each expert has its own. A kernel that runs experts separately can use
 them. The fused FP8 kernels of vLLM and SGLang take one scale for all experts of a layer, the
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from octet.errors import UnsupportedError
 from octet.model.spec import ModelSpec
@@ -31,7 +33,7 @@ __all__ = ["Tap", "assemble", "expert_weights", "tap_experts", "watch_experts"]
 # It returns what the projection reads instead, of the same shape and dtype; to observe, `rows`.
 # It is not called for an expert that receives no token of the batch.
 Tap: TypeAlias = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-_EXPERT = re.compile(r"\w+\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.weight")
+_EXPERT = re.compile(r"\w+\.experts\.(?P<index>\d+)\.(?P<projection>\w+)\.(?P<kind>weight|bias)")
 _HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}  # of gate_up_proj
 
 
@@ -49,7 +51,7 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
     if experts is None:
         yield
         return
-    gate, _, down = spec.expert_projections
+    gate, *_, down = spec.expert_projections
     names = [
         (
             f"{spec.experts_of(prefix)}.{e}.{gate}.input",
@@ -73,10 +75,9 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
                 continue
             index, rank = which % tokens, which // tokens
             rows = tap(gate_input, hidden[index], index)
-            both = torch.nn.functional.linear(rows, experts.gate_up_proj[expert])
-            gate, up = both.chunk(2, dim=-1)
-            rows = tap(down_input, experts.act_fn(gate) * up, index)
-            rows = torch.nn.functional.linear(rows, experts.down_proj[expert])
+            both = _product(experts, "gate_up_proj", expert, rows)
+            rows = tap(down_input, _gated(experts, both), index)
+            rows = _product(experts, "down_proj", expert, rows)
             rows = rows * top_k_weights[index, rank, None]
             out.index_add_(0, index, rows.to(out.dtype))
         return out
@@ -90,6 +91,30 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
             del experts.forward
         else:
             experts.forward = outer
+
+
+def _product(experts: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """Returns what the projection `name` of an expert makes of `rows` [n, K], as its own loop."""
+    weight = getattr(experts, name)[expert]
+    if not _transposed(experts):
+        return linear(rows, weight)
+    found: torch.Tensor = rows @ weight + getattr(experts, f"{name}_bias")[expert]
+    return found
+
+
+def _gated(experts: Any, both: torch.Tensor) -> torch.Tensor:
+    """Returns what the down projection reads, [n, I], of gate and up [n, 2I]."""
+    if _transposed(experts):
+        gated: torch.Tensor = experts._apply_gate(both)
+        return gated
+    gate, up = both.chunk(2, dim=-1)
+    activated: torch.Tensor = experts.act_fn(gate) * up
+    return activated
+
+
+def _transposed(experts: Any) -> bool:
+    """Returns whether the experts are gpt-oss's: transposed, with biases and their own gate."""
+    return bool(getattr(experts, "is_transposed", False))
 
 
 @contextmanager
@@ -119,8 +144,8 @@ def expert_weights(layer: torch.nn.Module, prefix: str, spec: ModelSpec) -> dict
         return {}
     found = {}
     for expert in range(spec.experts):
-        gate, up = experts.gate_up_proj.data[expert].chunk(2)
-        weights = (gate, up, experts.down_proj.data[expert])
+        both, down = experts.gate_up_proj.data[expert], experts.down_proj.data[expert]
+        weights = (both.T, down.T) if _transposed(experts) else (*both.chunk(2), down)
         for projection, weight in zip(spec.expert_projections, weights, strict=True):
             found[f"{spec.experts_of(prefix)}.{expert}.{projection}"] = weight
     return found
@@ -135,12 +160,20 @@ def assemble(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     matches = {name: _EXPERT.fullmatch(name) for name in tensors}
     experts = 1 + max((int(m["index"]) for m in matches.values() if m), default=-1)
+    transposed = any(m["projection"] == "gate_up_proj" for m in matches.values() if m)
     fused: dict[str, torch.Tensor] = {}
     for name, match in matches.items():
         if match is None:
             fused[name.replace("block_sparse_moe.gate.", "mlp.gate.")] = tensors[name]
             continue
         weight = tensors[name]
+        if transposed or match["kind"] == "bias":
+            suffix = "_bias" if match["kind"] == "bias" else ""
+            target = f"mlp.experts.{match['projection']}{suffix}"
+            if target not in fused:
+                fused[target] = weight.new_empty(experts, *weight.t().shape)
+            fused[target][int(match["index"])] = weight.t()
+            continue
         rows, columns = weight.shape
         half = _HALVES.get(match["projection"])
         target = f"mlp.experts.{'down' if half is None else 'gate_up'}_proj"

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from calibrate.decoder.arithmetic import fast_matmuls
+from calibrate.decoder.experts import assemble
 from calibrate.samples.tokens import quiet
 from octet.errors import CheckpointError, UnsupportedError
 from octet.model.block_format import QUANTIZATION
 from octet.model.checkpoint import Checkpoint
+from octet.model.gpt_oss import GPT_OSS
 from octet.storage.tensors import Tensor
 
 __all__ = [
@@ -117,7 +119,7 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
                 checkpoint.path, trust_remote_code=False, **options
             )
         else:  # transformers would need a GPU to run the blocks
-            weights = dict(Stored(checkpoint.unchanged(), "", options["dtype"]))
+            weights = _weights_of(checkpoint.unchanged(), options["dtype"])
             architecture = AutoModelForCausalLM._model_mapping[type(config)]
             model, info = architecture.from_pretrained(
                 None, config=config, state_dict=weights, trust_remote_code=False, **options
@@ -127,6 +129,17 @@ def load_model(checkpoint: Checkpoint, dtype: ComputeDtype) -> Any:
         raise CheckpointError(f"{checkpoint.path}: tensor {missing[0]} is missing")
     apply_changes(model, checkpoint)
     return fast_matmuls(model.eval())
+
+
+def _weights_of(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns all tensors under names that transformers loads; it fuses most experts itself."""
+    found = dict(Stored(checkpoint, "", dtype))
+    if checkpoint.spec.architecture == GPT_OSS:
+        for layer in map(checkpoint.spec.layer, range(checkpoint.spec.layers)):
+            names = [name for name in found if name.startswith(f"{layer}.")]
+            mine = assemble({name.removeprefix(f"{layer}."): found.pop(name) for name in names})
+            found |= {f"{layer}.{name}": weight for name, weight in mine.items()}
+    return found
 
 
 def apply_changes(model: Any, checkpoint: Checkpoint) -> None:

@@ -43,7 +43,7 @@ def with_fallback(
     if not spec.sparse_layers:
         return histograms, {}
     filled: dict[str, Counts] = {}
-    gate, _, down = spec.expert_projections
+    gate, *_, down = spec.expert_projections
     widths = {gate: spec.hidden_size, down: spec.moe_intermediate_size}
     layers, fallback = {}, []
     for layer in map(spec.layer, spec.sparse_layers):

@@ -20,18 +20,28 @@ Architecture = Literal[
     "Qwen3MoeForCausalLM",
     "GemmaForCausalLM",
     "Phi3ForCausalLM",
+    "GptOssForCausalLM",
 ]
 
 # Their decoder layer is: RMSNorm, attention (RoPE, grouped queries), RMSNorm, gated MLP; the fields
 # of ModelSpec describe the variants. In some or all layers, Mixtral and Qwen3-MoE have a sparse
-# block instead of the MLP: a router and experts, each a gated MLP of its own.
+# block instead of the MLP: a router and experts, each a gated MLP of its own. gpt-oss has one in
+# every layer, with rows of gate and up in turn.
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 
 _QWEN3 = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _SWITCHED = ("Qwen2ForCausalLM", *_QWEN3)  # the window applies only if use_sliding_window is set
-_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", *_SWITCHED)
-_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")  # the window may apply to some layers only
-_BIASED = ("LlamaForCausalLM", "GemmaForCausalLM", *_QWEN3)  # if attention_bias is set
+_WINDOWED = (
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "GptOssForCausalLM",
+    *_SWITCHED,
+)
+# The window may apply to some layers only.
+_BY_LAYER = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "GptOssForCausalLM")
+# Have biases if attention_bias is set.
+_BIASED = ("LlamaForCausalLM", "GemmaForCausalLM", "GptOssForCausalLM", *_QWEN3)
 
 _COMMON: dict[str, Any] = {
     "head_dim": None,
@@ -81,6 +91,27 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "eos_token_id": 32000,
     },
+    "GptOssForCausalLM": {
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+}
+
+# What transformers 5 takes for gpt-oss if config.json has no RoPE parameters.
+_GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 
 
@@ -93,20 +124,28 @@ def fields_of(architecture: str, config: Mapping[str, Any], where: str) -> dict[
     given = {**_COMMON, **_DEFAULTS[architecture], **config}
     undescribed: list[str] = []
     gemma, phi3 = architecture == "GemmaForCausalLM", architecture == "Phi3ForCausalLM"
-    bias = architecture in _BIASED and bool(config.get("attention_bias"))
+    gpt_oss = architecture == "GptOssForCausalLM"
+    bias = architecture in _BIASED and bool(given.get("attention_bias"))
     fields = _sizes(given) | {
         "qk_norm": architecture in _QWEN3,
         "qkv_bias": bias or architecture == "Qwen2ForCausalLM",
         "o_bias": bias,
-        "mlp_bias": architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias")),
+        "mlp_bias": gpt_oss
+        or (architecture == "LlamaForCausalLM" and bool(config.get("mlp_bias"))),
         "norm_offset": 1.0 if gemma else 0.0,
         "fused_qkv": phi3,
-        "fused_gate_up": phi3,
+        "fused_gate_up": phi3 or gpt_oss,
     }
     if gemma:
         fields["embedding_scale"] = float(given["hidden_size"]) ** 0.5
     fields |= _activation(gemma, given, undescribed)
-    fields |= _rope(given, fields["head_dim"], where, undescribed, partial=phi3)
+    if gpt_oss:
+        undescribed.append("attention sinks")
+        fields["attention_sinks"] = True
+        fields |= {key: given[key] for key in ("swiglu_alpha", "swiglu_limit")}
+    if gpt_oss and not (given.get("rope_scaling") or given.get("rope_parameters")):
+        given["rope_parameters"] = _GPT_OSS_ROPE
+    fields |= _rope(given, fields["head_dim"], where, undescribed, partial=phi3, yarn=gpt_oss)
     fields |= _window(architecture, given, where, undescribed)
     fields |= _experts(architecture, given, where)
     return fields | {"undescribed": tuple(undescribed)}
@@ -156,7 +195,12 @@ def _rope(
     undescribed: list[str],
     *,
     partial: bool,
+    yarn: bool,
 ) -> dict[str, Any]:
+    """Returns the RoPE fields; appends what they cannot describe to `undescribed`.
+
+    With `partial`, a share of each head may rotate; with `yarn`, that scaling is described.
+    """
     rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UnsupportedError(f"{where}: config.json: rope_parameters is not an object")
@@ -183,6 +227,17 @@ def _rope(
             "high_freq_factor": rope.get("high_freq_factor"),
             "original_max_positions": before or given["max_position_embeddings"],
         }
+    elif kind == "yarn" and yarn:
+        fields["rope_scaling"] = {
+            "type": "yarn",
+            "factor": rope.get("factor"),
+            "beta_fast": rope.get("beta_fast", 32.0),
+            "beta_slow": rope.get("beta_slow", 1.0),
+            "truncate": rope.get("truncate", True),
+            "original_max_positions": rope.get("original_max_position_embeddings"),
+        }
+        others = ("attention_factor", "mscale", "mscale_all_dim")
+        undescribed.extend(f"{key} {rope[key]}" for key in others if rope.get(key) is not None)
     elif kind != "default":
         undescribed.append(f"rope_type '{kind}'")
     return fields
@@ -214,7 +269,11 @@ def _window(
                 f"{where}: config.json: layer_types names {len(kinds)} of {layers} layers"
             )
         start = given.get("max_window_layers", 28)
-        kinds = kinds or ["sliding_attention" if x >= start else "full_attention" for x in sliding]
+        gpt_oss = architecture == "GptOssForCausalLM"  # every other layer, from the first on
+        windowed = [x for x in sliding if (x % 2 == 0 if gpt_oss else x >= start)]
+        kinds = kinds or [
+            "sliding_attention" if x in windowed else "full_attention" for x in sliding
+        ]
         sliding = [x for x in sliding if kinds[x] == "sliding_attention"]
         if sliding and window is None and given.get("layer_types"):
             raise UnsupportedError(
@@ -230,7 +289,7 @@ def _experts(architecture: str, config: Mapping[str, Any], where: str) -> dict[s
 
     Raises KeyError naming an absent key, and UnsupportedError for impossible values.
     """
-    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+    if architecture not in ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"):
         return {}
     layers, chosen = config["num_hidden_layers"], config["num_experts_per_tok"]
     # transformers 5 writes `num_local_experts` for both; Qwen's own files have `num_experts`.
@@ -250,14 +309,12 @@ def _experts(architecture: str, config: Mapping[str, Any], where: str) -> dict[s
         )
     if not isinstance(dense, list):
         raise UnsupportedError(f"{where}: config.json: mlp_only_layers is not a list")
-    mixtral = architecture == "MixtralForCausalLM"
+    same = architecture != "Qwen3MoeForCausalLM"  # one size for layers and experts
     return {
         "experts": experts,
         "experts_per_token": chosen,
-        "moe_intermediate_size": config[
-            "intermediate_size" if mixtral else "moe_intermediate_size"
-        ],
-        "norm_topk_prob": mixtral or bool(config.get("norm_topk_prob", False)),
+        "moe_intermediate_size": config["intermediate_size" if same else "moe_intermediate_size"],
+        "norm_topk_prob": same or bool(config.get("norm_topk_prob", False)),
         "sparse_layers": tuple(
             index for index in range(layers) if index not in dense and (index + 1) % step == 0
         ),

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint directory: config, safetensors shards and tokenizer, read lazily.
 
-Weights in FP8 blocks (`octet.model.fp8_blocks`) are decoded when they are read, and everything here
-describes the decoded model; `blocks_of` returns what is stored.
+Weights in FP8 blocks (`octet.model.fp8_blocks`) and gpt-oss's MXFP4 (`octet.model.gpt_oss`) are
+decoded when they are read, and everything here describes the decoded model; `blocks_of` returns the
+blocks that are stored.
 """
 
 import json
@@ -21,7 +22,8 @@ from octet.hardware.cores import usable_cores
 from octet.model.block_format import QUANTIZATION, block_format
 from octet.model.chat_template import GENERATION_CONFIG
 from octet.model.folding import Folds, powers_of
-from octet.model.fp8_blocks import BlockWeights, decode_blocks, find_blocks
+from octet.model.fp8_blocks import BlockWeights, find_blocks
+from octet.model.gpt_oss import GPT_OSS, Mxfp4Weights, find_mxfp4, is_mxfp4, split_experts
 from octet.model.not_a_checkpoint import (
     explain_file,
     explain_missing,
@@ -61,7 +63,7 @@ class Checkpoint:
     changes: TensorFile | None = None  # tensors that replace those of the shards
     # Power of two that a tensor is multiplied by when it is read, see `octet.model.folding`.
     powers: Mapping[str, int] = field(default_factory=dict)
-    blocks: BlockWeights | None = None  # the weights that are decoded
+    blocks: BlockWeights | Mxfp4Weights | None = None  # the weights that are decoded
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -83,19 +85,23 @@ class Checkpoint:
         shards = tuple(TensorFile.open(shard) for shard in _shard_paths(path))
         shapes = {name: shard.shape(name) for shard in shards for name in shard.names}
         spec = ModelSpec.from_config(config, str(path), shapes)
+        if spec.architecture == GPT_OSS:
+            shards = split_experts(shards, config, spec, str(path))
         checkpoint = cls(path, config, spec, shards)._with_blocks()
         checkpoint._check_tensors()
         return checkpoint
 
     def _with_blocks(self) -> Self:
-        """Returns this checkpoint with its FP8 blocks, if it has any, to be decoded."""
+        """Returns this checkpoint with its FP8 blocks or MXFP4, if it has any, to be decoded."""
+        config = {key: x for key, x in self.config.items() if key not in QUANTIZATION}
+        if is_mxfp4(self.config):
+            return replace(self, config=config, blocks=find_mxfp4(self._shard_of, str(self.path)))
         fmt = block_format(self.config)
         if fmt is None:
             return self
         stored = {name: (x.dtype(name), x.shape(name)) for name, x in self._shard_of.items()}
         read, linears = self._stored_as_is, self.spec.linear_names
         blocks = find_blocks(fmt, linears, stored, read, str(self.path))
-        config = {key: x for key, x in self.config.items() if key not in QUANTIZATION}
         return replace(self, config=config, blocks=blocks)
 
     @cached_property
@@ -109,7 +115,8 @@ class Checkpoint:
         return tuple(name for name in self._shard_of if name not in scales)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of(name).shape(name)
+        stored = self._file_of(name).shape(name)
+        return self.blocks.shape(stored) if self.blocks and self.decodes(name) else stored
 
     def dtype(self, name: str) -> str:
         """Returns the dtype of the tensor that `read` returns."""
@@ -132,7 +139,7 @@ class Checkpoint:
         None for a tensor that is not stored in blocks, or was changed. A folded power of two
         multiplies the scales alone.
         """
-        if self.blocks is None or not self.decodes(name):
+        if not isinstance(self.blocks, BlockWeights) or not self.decodes(name):
             return None
         codes, scale = (self._stored_as_is(x) for x in (name, self.blocks.scales[name]))
         return codes, scale.times_power(self.powers[name]) if name in self.powers else scale
@@ -180,8 +187,7 @@ class Checkpoint:
         """
         if self.blocks is None or not self.decodes(name):
             return self._file_of(name).read(name)
-        codes, scale = (self._stored_as_is(x) for x in (name, self.blocks.scales[name]))
-        return decode_blocks(codes, scale, self.blocks.dtype)
+        return self.blocks.decode(name, self._stored_as_is)
 
     def _stored_as_is(self, name: str) -> Tensor:
         return self._shard_of[name].read(name)
@@ -291,9 +297,9 @@ class Checkpoint:
                 raise UnsupportedError(
                     quantized_already(str(self.path), f"{name} stored as {shard.dtype(name)}")
                 )
-            if shard.shape(name) != shape:
+            if self.shape(name) != shape:
                 raise CheckpointError(
-                    f"{self.path}: {name} has shape {shard.shape(name)}, config.json says {shape}"
+                    f"{self.path}: {name} has shape {self.shape(name)}, config.json says {shape}"
                 )
 
 

@@ -38,6 +38,14 @@ class BlockWeights:
     scales: Mapping[str, str]  # `<linear>.weight` -> the name of its scale
     dtype: str  # BF16 or F32
 
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a decoded weight, which is that of its codes."""
+        return stored
+
+    def decode(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Returns the decoded weight `name`; `read` returns a tensor as it is stored."""
+        return decode_blocks(read(name), read(self.scales[name]), self.dtype)
+
 
 def find_blocks(
     fmt: BlockFormat,

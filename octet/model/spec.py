@@ -36,16 +36,21 @@ class RopeScaling(BaseModel):
 
     `linear` divides all of them by `factor`. `llama3` divides those of wavelengths over
     original_max_positions / low_freq_factor, keeps those under original_max_positions /
-    high_freq_factor, and blends in between; only `llama3` has the last three fields.
+    high_freq_factor, and blends in between; only it has the two factors. `yarn` divides those that
+    turn fewer than `beta_slow` times in original_max_positions, keeps those that turn more than
+    `beta_fast` times, and scales attention by the square of 0.1 ln(factor) + 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    type: Literal["llama3", "linear"]
+    type: Literal["llama3", "linear", "yarn"]
     factor: float
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_positions: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None  # of yarn: whether the bounds of the blend are whole dimensions
 
 
 class ModelSpec(BaseModel):
@@ -79,7 +84,8 @@ class ModelSpec(BaseModel):
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     fused_qkv: bool = False  # one self_attn.qkv_proj: rows of q, then of k, then of v
-    fused_gate_up: bool = False  # one mlp.gate_up_proj: rows of gate, then of up
+    # One gate_up_proj: rows of gate, then of up; in gpt-oss, one of gate and one of up in turn.
+    fused_gate_up: bool = False
     # An architecture that Octet does not know: the linears are taken from the checkpoint's tensors,
     # and the fields above do not describe the computation between them.
     generic: bool = False
@@ -88,6 +94,10 @@ class ModelSpec(BaseModel):
     # Features in config.json that no field describes, such as "rope_type 'longrope'". Code that
     # computes the model from this object has to refuse them.
     undescribed: tuple[str, ...] = ()
+    attention_sinks: bool = False  # [heads], each a logit of attention that has no value
+    # gpt-oss: gate <= limit, |up| <= limit, (up + 1) * gate * sigmoid(alpha * gate)
+    swiglu_alpha: float | None = None
+    swiglu_limit: float | None = None
     qk_norm: bool = False  # an RMSNorm of each query and key head, [head_dim], before RoPE
     # For a mixture of experts; `intermediate_size` is then that of the dense layers.
     experts: int = 0
@@ -154,8 +164,13 @@ class ModelSpec(BaseModel):
         return f"{layer}.{block}.experts"
 
     @property
-    def expert_projections(self) -> tuple[str, str, str]:
-        """The names, in the checkpoint, of an expert's gate, up and down projections."""
+    def expert_projections(self) -> tuple[str, ...]:
+        """The names, in the checkpoint, of an expert's gate, up and down projections.
+
+        Of gate_up and down projections if gate and up are fused.
+        """
+        if self.fused_gate_up:
+            return "gate_up_proj", "down_proj"
         if self.architecture == "MixtralForCausalLM":
             return "w1", "w3", "w2"
         return "gate_proj", "up_proj", "down_proj"
@@ -205,9 +220,15 @@ class ModelSpec(BaseModel):
             if self.qk_norm:
                 yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
                 yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
+            if self.attention_sinks:
+                yield f"{layer}.self_attn.sinks", (self.heads,)
             if index in self.sparse_layers:
-                router = self.experts_of(layer).removesuffix(".experts") + ".gate"
+                gpt_oss = self.architecture == "GptOssForCausalLM"
+                block = self.experts_of(layer).removesuffix(".experts")
+                router = f"{block}.{'router' if gpt_oss else 'gate'}"
                 yield f"{router}.weight", (self.experts, self.hidden_size)
+                if gpt_oss:
+                    yield f"{router}.bias", (self.experts,)
         yield "model.norm.weight", (self.hidden_size,)
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         if not self.tied_embeddings:
@@ -229,7 +250,7 @@ class ModelSpec(BaseModel):
         yield _linear(f"{name}.o_proj", self.hidden_size, q, f"{name}.o_proj")
 
     def _mlp(self, name: str, projections: Sequence[str], inner: int) -> Iterator[Linear]:
-        gate, up, down = (f"{name}.{projection}" for projection in projections)
+        gate, up, down = (f"{name}.{projections[at]}" for at in (0, -2, -1))
         if self.fused_gate_up:
             fused = f"{name}.gate_up_proj"
             yield _linear(fused, 2 * inner, self.hidden_size, fused)
@@ -264,7 +285,8 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> str:
     if architecture not in ARCHITECTURES and feature is not None:
         raise UnsupportedError(f"{where}: {architecture} {feature}")
     method = quantization_of(config)
-    if method is not None and block_format(config) is None:
+    mxfp4 = architecture == "GptOssForCausalLM" and method == "mxfp4"
+    if method is not None and block_format(config) is None and not mxfp4:
         raise UnsupportedError(quantized_already(where, method))
     if architecture not in ARCHITECTURES and not architecture.endswith("ForCausalLM"):
         raise UnsupportedError(

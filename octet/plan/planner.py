@@ -14,6 +14,7 @@ from octet.errors import CheckpointError, ConfigError
 from octet.hardware.devices import Device, devices
 from octet.hardware.support import Outcome, support
 from octet.model.checkpoint import Checkpoint
+from octet.model.gpt_oss import refuse_gpt_oss
 from octet.model.not_a_checkpoint import explain_file, explain_missing, explain_without_config
 from octet.model.spec import ModelSpec
 from octet.model.tensor_parallel import problem_of
@@ -75,6 +76,7 @@ class Model:
             spec = Checkpoint.open(path).spec
         else:
             spec = ModelSpec.from_config(config, str(path))
+        refuse_gpt_oss(spec, path)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
         name = path.resolve().name
         return cls(name, spec, (None, *PRESETS.values()), CACHES, _DTYPES.get(dtype, 2))

@@ -26,10 +26,10 @@ from octet.numerics.formats import E4M3, round_to
 from octet.numerics.scaling import Granularity, fake_quantize
 from tests.calibrate.bench import make_bench, recipe_with
 from tests.calibrate.runs import assert_counts_of_plain_hooks, batches_of
-from tests.models import GENERIC, KNOWN, UNDESCRIBED, write_model
+from tests.models import GENERIC, GPT_OSS, KNOWN, UNDESCRIBED, write_model
 from tests.plain_divergence import plain_divergence
 
-MODELS = KNOWN | UNDESCRIBED | GENERIC
+MODELS = KNOWN | UNDESCRIBED | GENERIC | GPT_OSS
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -75,7 +75,9 @@ def test_the_layered_model_is_the_whole_one_to_the_bit(
     assert torch.equal(layered.logits([hidden])[0], whole)
 
 
-@pytest.mark.parametrize("name", KNOWN | UNDESCRIBED)  # the others are refused --sensitivity
+@pytest.mark.parametrize(
+    "name", KNOWN | UNDESCRIBED | GPT_OSS
+)  # the others are refused --sensitivity
 def test_the_rest_of_a_decoder_is_the_same_from_any_layer(name: str, tmp_path: Path) -> None:
     kind, settings = MODELS[name]
     checkpoint = Checkpoint.open(write_model(tmp_path, kind, num_hidden_layers=3, **settings))

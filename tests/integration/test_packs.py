@@ -2,6 +2,7 @@
 
 llm-compressor's is served by the real vLLM. Its CPU build serves blocks of FP8, and neither FP8 by
 tensor nor FP4. ModelOpt's are computed by transformers with the weights as an engine decodes them.
+gpt-oss in MXFP4 is served by vLLM as its decoded weights, which are exact in BF16.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from tests.integration.conftest import EXAMPLE, octet
 from tests.integration.servers.launch import VllmServer
 from tests.integration.test_verify_peers import write
 from tests.integration.test_verify_url import verify
+from tests.models import rewrite_model
+from tests.mxfp4 import each, pack_experts, unpacked, write_gpt_oss
 from tests.shared import Shared
 from tests.verify.packs import (
     Change,
@@ -91,6 +94,47 @@ def test_a_vllm_with_a_loaders_fault_is_refused_and_the_fault_named(
         assert found["verdict"]["outcome"] in ("better", "worse")
         assert named in found["verdict"]["cause"]["sentence"]
     assert any("the proof pack was made for" in line for line in found["findings"])
+
+
+@pytest.fixture(scope="module")
+def of_gpt_oss(shared: Shared) -> Path:
+    """A directory with a checkpoint in MXFP4, and the pack of which it is original and copy."""
+
+    def build(out: Path) -> None:
+        packed = pack_experts(write_gpt_oss(out / "model"), out / "mxfp4")
+        octet(
+            *("golden", packed, "--quantized", packed, "--out", out / "pack"),
+            *("--samples", EXAMPLE / "samples" / "heldout.jsonl"),
+        )
+
+    return shared.directory("pack-gpt-oss-mxfp4", build)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["as made", "wrong nibble order"])
+def test_a_vllm_of_gpt_oss_is_proven_and_a_loaders_fault_named(
+    swapped: bool,
+    of_gpt_oss: Path,
+    start_vllm_for_test: Callable[..., VllmServer],
+    tmp_path: Path,
+) -> None:
+    """Without AMX, vLLM's CPU build has no kernel for MXFP4: it gets what transformers decodes."""
+    packed = of_gpt_oss / "mxfp4"
+    if swapped:
+        packed = rewrite_model(
+            packed, tmp_path / "wrong", each("_blocks", lambda x: x << 4 | x >> 4)
+        )
+    decoded = unpacked(packed, tmp_path / "decoded")
+    options = {"kv_cache_dtype": "auto", "generation_config": "auto", "max_model_len": 96}
+    server = start_vllm_for_test(decoded, **options)
+    code, found = verify(server.url, "--golden", of_gpt_oss / "pack", "--all")
+    print(f"\n{found['verdict']['reason']}", *found["findings"], sep="\n")
+    outcome, cause = found["verdict"]["outcome"], found["verdict"]["cause"]
+    assert code == 1  # of a decoded checkpoint, the files are others
+    assert any("the proof pack was made for" in line for line in found["findings"])
+    if swapped:
+        assert outcome == "worse" and "codes are read in the wrong order" in cause["sentence"]
+    else:
+        assert outcome == "as_expected"
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ __all__ = [
     "WEIGHTS",
     "Change",
     "Tensors",
+    "answered",
     "changed",
     "drop_cache_scales",
     "drop_scales",
@@ -97,6 +98,12 @@ def served(original: Path, checkpoint: Path, proofs: Proofs) -> list[Response]:
             scale = f"{name}.input_scale"
             stored = torch.from_numpy(written.values(scale)) if scale in written else None
             module.register_forward_pre_hook(rounds(inputs, stored))
+    return answered(model, proofs)
+
+
+@torch.inference_mode()
+def answered(model: Any, proofs: Proofs) -> list[Response]:
+    """What a server of a transformers model returns for the golden prompts."""
     found = []
     for number, record in enumerate(proofs.golden.records):
         after = len(record.tops)

@@ -150,15 +150,15 @@ def _linears(
     """Returns [N, K] of each module that becomes a linear layer: all matrices but embeddings."""
     found: dict[str, tuple[int, int]] = {}
     projections = {linear.name for linear in spec.linears()}
-    fp8 = written.quantization is not None and written.quantization.dialect == "fp8"
+    dialect = written.quantization.dialect if written.quantization is not None else None
     for name, shape in shapes.items():
         module = name.removesuffix(".weight")
         if len(shape) != 2 or module == name or "embed" in module:
             continue
         if module == "lm_head" and spec.tied_embeddings:
             continue
-        # `quant_method: fp8` covers projections: engines quantize neither the head nor a router.
-        if fp8 and module not in projections:
+        # These cover projections: engines quantize neither the head nor a router.
+        if dialect in ("fp8", "mxfp4") and module not in projections:
             continue
         found[module] = (shape[0], shape[1])
     return found
@@ -182,6 +182,7 @@ def _undeclared(written: Written, linears: dict[str, tuple[int, int]], found: Ve
         module
         for module in linears
         if f"{module}.weight_packed" in written
+        or f"{module}.blocks" in written
         or (f"{module}.weight" in written and written.dtype(f"{module}.weight") in _CODES)
     ]
     if codes:

@@ -19,7 +19,7 @@ __all__ = ["FUSED", "Names", "cache_scale_of", "check_names"]
 
 FUSED = "engines fuse them and take the largest for all"
 _SCALE = re.compile(
-    r"(scale|scale_inv|scale_2|zero_point|_packed|_shape|g_idx|amax|_quantizer\..*)$"
+    r"(scale|scales|scale_inv|scale_2|zero_point|_packed|blocks|_shape|g_idx|amax|_quantizer\..*)$"
 )
 # Names that vLLM maps to scales of attention layers, by dialect (weight_utils.py, base_config.py).
 _CACHE = re.compile(r"^(.*\.self_attn)\.(?:[kv]_proj\.)?([kv])_scale$|^(.*\.self_attn)\.(q)_scale$")

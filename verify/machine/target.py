@@ -11,6 +11,7 @@ from octet.hardware.devices import Device, find_device
 from octet.hardware.machine import Gpu, Machine
 from octet.hardware.support import EngineName, Support, support
 from octet.model.checkpoint import Checkpoint
+from octet.model.gpt_oss import Mxfp4Weights
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
 from verify.machine.diagnose import Serving, missing_packages, servings
 from verify.machine.diagnosis import Finding, Target
@@ -124,6 +125,11 @@ def _machine_with(machine: Machine, device: Device) -> Machine:
 def _read(path: Path) -> _Artifact:
     if not (path / MANIFEST_FILE).exists() and (path / "config.json").exists():
         checkpoint = Checkpoint.open(path)
+        if isinstance(checkpoint.blocks, Mxfp4Weights):
+            raise UnsupportedError(
+                f"{path}: which engines run gpt-oss's MXFP4 on which GPU is not in Octet's table;"
+                " start vLLM on it, and prove it with a pack of `octet golden`"
+            )
         return _Artifact(
             checkpoint.path,
             "vllm",

@@ -18,6 +18,7 @@ from octet.storage.files import read_object
 from octet.storage.tensors import Tensor, TensorFile
 from verify.reader.codes import ELEMENTS, Elements, unpack, value_of
 from verify.reader.dialects import quantization_of
+from verify.reader.experts import one_by_one
 from verify.reader.scheme import Quantization, Stored
 
 __all__ = ["Coded", "Written", "is_checkpoint"]
@@ -80,7 +81,7 @@ class Written:
     path: Path
     config: dict[str, Any]
     quantization: Quantization | None
-    files: dict[str, TensorFile]  # tensor name -> the file that holds it
+    files: dict[str, TensorFile]  # tensor name, of each expert -> the file that holds it
     unlisted: tuple[str, ...]  # tensors in a shard that the index does not name
     lost: tuple[str, ...]  # tensors that the index names and no shard holds
 
@@ -106,13 +107,16 @@ class Written:
         else:
             raise CheckpointError(f"{path}: no model.safetensors and no {_INDEX}")
         files: dict[str, TensorFile] = {}
+        stored: list[str] = []
         for shard in shards:
             if Path(shard).name != shard:
                 raise CheckpointError(f"{path / _INDEX}: {shard} is not beside it")
             file = TensorFile.open(path / shard)
+            stored += file.names
+            file = one_by_one(file)
             files |= dict.fromkeys(file.names, file)
-        unlisted = tuple(name for name in files if listed and name not in listed)
-        lost = tuple(name for name in listed if name not in files)
+        unlisted = tuple(name for name in stored if listed and name not in listed)
+        lost = tuple(sorted(listed.keys() - set(stored)))
         found = quantization_of(config, str(path / "config.json"))
         return cls(path, config, found, files, unlisted, lost)
 

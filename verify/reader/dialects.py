@@ -1,7 +1,6 @@
 """Parses from config.json alone how a checkpoint stores its modules.
 
-It knows the three dialects that vLLM 0.24 to 0.32 reads. vLLM creates these tensors for a linear
-[N, K]:
+It knows four dialects that vLLM 0.24 to 0.32 reads. vLLM creates these tensors for a linear [N, K]:
 
 | dialect                  | tensors                                                              |
 |--------------------------|----------------------------------------------------------------------|
@@ -11,6 +10,7 @@ It knows the three dialects that vLLM 0.24 to 0.32 reads. vLLM creates these ten
 | compressed-tensors MX    | weight or weight_packed, weight_scale u8 [N,K/32]                    |
 | modelopt                 | weight, weight_scale; NVFP4: weight_scale_2, input_scale, multiplied |
 | fp8                      | weight, weight_scale [] [1]; blocks: weight_scale_inv, multiplied    |
+| mxfp4 (gpt-oss)          | blocks u8 [N,K/2], scales u8 [N,K/32] of each expert: experts.py     |
 """
 
 import re
@@ -44,11 +44,13 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
             return _modelopt(raw, where)
         if method == "fp8":
             return _fp8(raw)
+        if method == "mxfp4":
+            return _mxfp4(raw)
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError, re.error) as error:
         raise UnsupportedError(f"{where}: quantization_config cannot be read: {error}") from None
     raise UnsupportedError(
         f"{where}: quant_method '{method}' is none that verify reads; it reads compressed-tensors,"
-        " modelopt and fp8"
+        " modelopt, fp8 and mxfp4"
     )
 
 
@@ -234,6 +236,16 @@ def _fp8(raw: Mapping[str, Any]) -> Quantization:
         stored = Stored("fp8 block", "e4m3", "block", tile, scale="weight_scale_inv", inputs=inputs)
     ignore = _patterns(raw.get("ignored_layers") or raw.get("modules_to_not_convert"))
     return Quantization("fp8", (Group("fp8", ("Linear",), stored),), ignore, raw=raw)
+
+
+def _mxfp4(raw: Mapping[str, Any]) -> Quantization:
+    """Parses gpt-oss's `quant_method: mxfp4`: experts alone, whose activations are not rounded."""
+    unknown = sorted(raw.keys() - {"quant_method", "modules_to_not_convert"})
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no field of quant_method mxfp4")
+    stored = replace(_mx("mxfp4 weight-only", "e2m1", "blocks"), scale="scales")
+    ignore = _patterns(raw.get("modules_to_not_convert"))
+    return Quantization("mxfp4", (Group("mxfp4", ("*.mlp.experts.*",), stored),), ignore, raw=raw)
 
 
 def _patterns(names: Any) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 __all__ = ["Dialect", "Group", "Inputs", "Quantization", "ScaleFormat", "Stored"]
 
-Dialect = Literal["compressed-tensors", "modelopt", "fp8"]
+Dialect = Literal["compressed-tensors", "modelopt", "fp8", "mxfp4"]
 ScaleFormat = Literal["float32", "e8m0", "e4m3"]
 
 

@@ -22,8 +22,10 @@ def tensors() -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """[B, T, H, D], one query at a time; FP8 is torch's own cast."""
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, scale: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """[B, T, H, D], one query at a time; FP8 is torch's own cast. `sinks` are [H]."""
     out = torch.zeros(2, 9, 4, 32)
     queries = (query / scale).to(torch.float8_e4m3fn).float() * scale
     for batch, position, head in torch.cartesian_prod(*map(torch.arange, (2, 9, 4))).tolist():
@@ -32,7 +34,8 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
         weights = torch.exp(scores - scores.max()) * 256
         rounded = weights.to(torch.float8_e4m3fn).float()
         out[batch, position, head] = rounded @ value[batch, head // 2, : position + 1]
-        out[batch, position, head] /= weights.sum()
+        sink = 0 if sinks is None else torch.exp(sinks[head] - scores.max()) * 256
+        out[batch, position, head] /= weights.sum() + sink
     return out
 
 
@@ -47,6 +50,13 @@ def test_queries_and_probabilities_are_rounded(scale: float) -> None:
     added, _ = attention(None, None, query, key, value, torch.where(causal, 0.0, -torch.inf))
     torch.testing.assert_close(masked, found)
     torch.testing.assert_close(added, found)
+
+
+def test_a_sink_takes_its_share_of_the_probability() -> None:
+    query, key, value = tensors()
+    sinks, one = torch.tensor([-3.0, 0.0, 1.5, 9.0]), torch.ones(())
+    found, _ = e4m3_attention(one)(None, None, query, key, value, None, s_aux=sinks)
+    torch.testing.assert_close(found, written_out(query, key, value, one, sinks))
 
 
 def test_one_module_attends_otherwise_and_all_as_before_afterwards(

@@ -17,15 +17,17 @@ from calibrate.simulate.packed import Pack, packs
 from octet.artifacts.golden import GoldenSet
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
-from tests.models import KNOWN, write_model
+from tests.models import GPT_OSS, KNOWN, write_model
 
 LENGTHS = (1, 3, 4, 9, 20, 30, 44, 130, 150)  # some longer than a block of queries
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "qwen2-window", "mixtral"])
+@pytest.fixture(
+    scope="module", params=["llama", "mistral-window", "qwen2-window", "mixtral", "gpt_oss"]
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    kind, settings = KNOWN[request.param]
+    kind, settings = (KNOWN | GPT_OSS)[request.param]
     return Checkpoint.open(write_model(tmp_path_factory.mktemp("model"), kind, **settings))
 
 

@@ -137,7 +137,7 @@ def test_bad_tensors_are_named_before_a_weight_is_read(
 ) -> None:
     change, said = BAD[case]
     quantize_in_blocks(model, tmp_path / "fp8", FP8, change=change)
-    monkeypatch.setattr("octet.model.checkpoint.decode_blocks", lambda *given: pytest.fail("read"))
+    monkeypatch.setattr("octet.model.fp8_blocks.decode_blocks", lambda *given: pytest.fail("read"))
     with pytest.raises(OctetError) as error:
         Checkpoint.open(tmp_path / "fp8")
     assert said in str(error.value) and "\n" not in str(error.value)

@@ -94,7 +94,6 @@ def test_an_unknown_architecture_of_another_make_is_refused(
 @pytest.mark.parametrize(
     ("kind", "settings", "name"),
     [
-        ("gpt_oss", {"layer_types": None}, "model.layers.0.mlp.experts.down_proj"),
         ("granitemoe", {"head_dim": 16}, "model.layers.0.block_sparse_moe.input_linear.weight"),
     ],
 )

@@ -156,10 +156,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         quantized(quant_method="modelopt", quant_algo="NVFP4"),
         f"{QUANTIZED} modelopt (NVFP4)",
     ),
-    "gpt-oss": (
-        config("GptOssForCausalLM", "gpt_oss", quantization_config={"quant_method": "mxfp4"}),
-        f"{QUANTIZED} mxfp4:",
-    ),
+    "MXFP4 of another architecture": (quantized(quant_method="mxfp4"), f"{QUANTIZED} mxfp4:"),
     "no method": (config("LlamaForCausalLM", quantization_config=4), f"{QUANTIZED} an unnamed"),
 }
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from octet.errors import UnsupportedError
 from octet.model.checkpoint import Checkpoint
 from octet.model.spec import ARCHITECTURES, ModelSpec, RopeScaling
-from tests.models import KNOWN, write_model
+from tests.models import GPT_OSS, KNOWN, write_model
 from tests.octet.published import (
     GEMMA_2B,
     LLAMA31_8B,
@@ -44,9 +44,9 @@ def test_the_tensors_of_a_published_model_add_up(config: dict[str, Any], paramet
     assert len(dict(shapes)) == len(shapes)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN | GPT_OSS)
 def test_what_transformers_writes_is_what_is_expected(name: str, tmp_path: Path) -> None:
-    kind, settings = KNOWN[name]
+    kind, settings = (KNOWN | GPT_OSS)[name]
     checkpoint = Checkpoint.open(write_model(tmp_path, kind, **settings))
     expected = dict(checkpoint.spec.tensor_shapes())
     assert {name: checkpoint.read(name).shape for name in checkpoint.tensor_names} == expected
@@ -56,7 +56,7 @@ def test_what_transformers_writes_is_what_is_expected(name: str, tmp_path: Path)
 _TYPES = dict(
     zip(
         ARCHITECTURES,
-        ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3"),
+        ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "phi3", "gpt_oss"),
         strict=True,
     )
 )
@@ -239,7 +239,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         QWEN3_30B_A3B | {"architectures": ["BertModel"]},
         "architecture BertModel is not supported; supported: LlamaForCausalLM, MistralForCausalLM,"
         " MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM,"
-        " GemmaForCausalLM, Phi3ForCausalLM, and others named ...ForCausalLM by their tensors",
+        " GemmaForCausalLM, Phi3ForCausalLM, GptOssForCausalLM, and others named ...ForCausalLM by"
+        " their tensors",
     ),
     "no experts": (QWEN3_30B_A3B | {"num_experts": 0}, "num_experts is 0, not a count"),
     "experts unsaid": (QWEN3_30B_A3B | {"num_experts": None}, "num_experts is None"),

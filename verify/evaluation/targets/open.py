@@ -7,6 +7,7 @@ from octet.artifacts.manifest import PLAN_FILE
 from octet.errors import BackendError, ConfigError, UnsupportedError
 from octet.interrupts import held_back
 from octet.model.checkpoint import Checkpoint
+from octet.model.gpt_oss import is_mxfp4
 from octet.storage.files import read_json
 from verify.evaluation.sequences import Sequences, read_texts
 from verify.evaluation.target import Target
@@ -87,9 +88,14 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
 
 
 def _quantized(path: Path) -> bool:
-    """Decides whether config.json declares a quantization; opening reports an unreadable file."""
+    """Decides whether config.json declares a quantization; opening reports an unreadable file.
+
+    gpt-oss's MXFP4 is none here: engines multiply by what it decodes to.
+    """
     try:
-        return "quantization_config" in read_json(path / "config.json")
+        config = read_json(path / "config.json")
+        declares = isinstance(config, dict) and "quantization_config" in config
+        return declares and not is_mxfp4(config)
     except (OSError, ValueError, TypeError):
         return False
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from octet.errors import NumericsError, SampleError
+from tests.mxfp4 import pack_experts, unpacked, write_gpt_oss
 from verify.evaluation.targets.checkpoint import CheckpointTarget
+from verify.evaluation.targets.open import open_target
 
 
 def test_each_sample_is_scored_by_itself(tiny_model: Path, tiny_samples: Path, model: Any) -> None:
@@ -27,6 +29,16 @@ def test_each_sample_is_scored_by_itself(tiny_model: Path, tiny_samples: Path, m
         assert found.logprobs == pytest.approx(logprobs.gather(1, ids[1:, None])[:, 0], abs=2e-5)
         assert found.top_logprobs == pytest.approx(likely.values.numpy(), abs=2e-5)
         assert np.mean(found.top_ids == likely.indices.numpy()) > 0.999  # near-ties may swap
+
+
+def test_gpt_oss_in_mxfp4_answers_as_what_it_decodes_to(tiny_samples: Path, tmp_path: Path) -> None:
+    packed = pack_experts(write_gpt_oss(tmp_path / "model"), tmp_path / "packed")
+    paths = packed, unpacked(packed, tmp_path / "decoded")
+    targets = [open_target(str(path), None, 1) for path in paths]
+    ids = [[5, 99, 7, 1200, 31, 8, 4095, 640, 12] * 4]
+    (ours,), (theirs,) = (dict(target.answers(ids, 20)).values() for target in targets)
+    np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+    np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
 
 
 def test_samples_are_those_that_calibration_reads(tiny_model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const SILENT_MS = 15000; // a stream without a report for this long is dead
+const SILENT = `no report for ${SILENT_MS / 1000} s`;
 const LONGEST_WAIT_MS = 15000;
 
 // --- elements -------------------------------------------------------------------------------------
@@ -243,30 +244,30 @@ async function messageOf(response) {
 const authorization = (key) => (key ? { authorization: `Bearer ${key}` } : {});
 const pause = (ms) => new Promise((resolve) => { setTimeout(resolve, ms); });
 
+const AGAIN = "again"; // connects anew at once: with another key, or when the page is shown again
 let stream = new AbortController();
 async function follow() {
   for (let tries = 0; ;) {
     if (document.hidden) await new Promise((resolve) => { document.addEventListener("visibilitychange", resolve, { once: true }); });
     stream = new AbortController();
     const mine = stream;
-    let timer = setTimeout(() => mine.abort(), SILENT_MS);
+    let timer = setTimeout(() => mine.abort(SILENT), SILENT_MS);
     let why = "the gateway closed the connection";
     try {
       const response = await fetch("ui/events", { headers: authorization(adminKey), signal: mine.signal, cache: "no-store" });
       if (!response.ok) throw new Error(await messageOf(response));
       for await (const data of events(response.body)) {
         clearTimeout(timer);
-        timer = setTimeout(() => mine.abort(), SILENT_MS);
+        timer = setTimeout(() => mine.abort(SILENT), SILENT_MS);
         tries = 0;
         show(JSON.parse(data));
         connected(report.version === document.body.dataset.version ? "live" : `live; load the page again: the gateway is now ${report.version}`);
       }
     } catch (error) {
-      why = error instanceof TypeError ? "the gateway cannot be reached" : error.message;
+      why = error === SILENT ? SILENT : error instanceof TypeError ? "the gateway cannot be reached" : error.message;
     }
     clearTimeout(timer);
-    if (mine.signal.aborted && mine.signal.reason === "again") continue;
-    if (document.hidden) continue;
+    if (mine.signal.reason === AGAIN || document.hidden) continue;
     connected(`not connected: ${why}; trying again`, true);
     await pause(Math.min(1000 * 2 ** tries++, LONGEST_WAIT_MS));
   }
@@ -275,7 +276,7 @@ function connected(text, stale = false) {
   say(byId("connection"), text);
   document.body.classList.toggle("stale", stale);
 }
-const again = () => stream.abort("again");
+const again = () => stream.abort(AGAIN);
 document.addEventListener("visibilitychange", () => { if (document.hidden) again(); });
 
 // --- administration -------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ async function complete(signal) {
   }
   if (!ended) throw new Error("the answer broke off");
   const seconds = (performance.now() - first) / 1000;
-  const speed = tokens > 1 && seconds > 0 ? `, ${rate((tokens - 1) / seconds)} tokens/s` : "";
+  const speed = tokens >= 10 && seconds > 0 ? `, ${rate((tokens - 1) / seconds)} tokens/s` : "";
   return `Ended (${reason || "no reason given"}): ${number(tokens)} tokens, the first after ${latency((first - began) / 1000)}${speed}.`;
 }
 function begin(headers, scored) {
@@ -468,6 +469,7 @@ byId("unlock").addEventListener("submit", unlock);
 byId("lock").addEventListener("click", lock);
 byId("reload").addEventListener("click", reload);
 byId("ask").addEventListener("submit", ask);
+byId("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask").requestSubmit(); });
 byId("stop").addEventListener("click", () => { if (running) running.abort(); });
 byId("model").addEventListener("change", offerTiers);
 follow();

@@ -17,6 +17,7 @@ from serve.admission.admission import Admission
 from serve.config import GatewayConfig
 from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
+from serve.gateway.recent import Recent
 from serve.gateway.walk import walk
 from serve.routing import Pool, Routes
 from serve.routing.pool import FIRST_PROOF_S
@@ -80,19 +81,21 @@ class Gateway:
         self.admission = Admission(config.limits)
         self.metrics = Metrics()
         self.metrics.registry.register(GatewayCollector(self))
+        self.recent = Recent(self)
         self.tracing = tracing_from(config.traces)
         self.created = int(time.time())
         self.path: Path | None = None  # of the configuration, for reloads
         self.proves = True  # False: no backend needs a proof, whatever the file says
         self.last_reload: dict[str, Any] | None = None
         self.draining = False
+        self.drain_begun = asyncio.Event()
         self.changing = asyncio.Lock()  # held while the members of pools change
         self.reloading = asyncio.Lock()  # held from reading the file to the end of the reload
         self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
         self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # previous ones with requests left
         self.finishing: list[Pool] = []  # out of use, but requests may still wait for them
         self.discoveries = self._discover()
-        self._walks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []  # that run until `close`
         self._drain_until = 0.0
 
     @classmethod
@@ -139,6 +142,7 @@ class Gateway:
     def drain(self, timeout_s: float) -> None:
         """Stops accepting requests; refused clients get a `Retry-After` of `timeout_s`."""
         self.draining = True
+        self.drain_begun.set()
         self._drain_until = time.monotonic() + timeout_s
         for task in self.background:
             task.cancel()
@@ -157,12 +161,13 @@ class Gateway:
         for name, model in self.config.models.items():
             if model.one_at_a_time:
                 pools = [self.pools[pool] for pool in model.in_order(name)]
-                self._walks.append(asyncio.create_task(walk(name, pools, self.changing)))
+                self._tasks.append(asyncio.create_task(walk(name, pools, self.changing)))
+        self._tasks.append(asyncio.create_task(self.recent.run()))
         self.admission.memory.warn()  # the models are in memory by now
 
     async def close(self) -> None:
         """Closes everything, at most 10 s for each pool; safe to call twice."""
-        tasks = [*self._walks, *self.background, *self.earlier.values()]
+        tasks = [*self._tasks, *self.background, *self.earlier.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -59,7 +59,7 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
     }
 
 
-def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
+def backend(gateway: Gateway, member: Member, *, addresses: bool) -> dict[str, Any]:
     """Reports one member. Its address and its own error text are for administrators only."""
     now = time.monotonic()
     proof: dict[str, Any] = {"state": "none"}  # none is required
@@ -74,6 +74,7 @@ def backend(member: Member, *, addresses: bool) -> dict[str, Any]:
         "in_flight": member.in_flight,
         "outstanding_tokens": member.outstanding_tokens,
         "load": _load(member),
+        "tokens_per_s": gateway.recent.backend(member),
         "proof": proof,
         "last_success_s_ago": _ago(member.last_success, now),
         "out_for_s": None if member.out_since is None else round(now - member.out_since, 1),
@@ -150,8 +151,9 @@ def _pool(
             "budget": retries.budget,
             "min_concurrent": retries.min_concurrent,
         },
-        "backends": [backend(member, addresses=addresses) for member in pool.members],
-        "retiring": [backend(member, addresses=addresses) for member in pool.retiring],
+        "recent": gateway.recent.pool(pool.name),
+        "backends": [backend(gateway, member, addresses=addresses) for member in pool.members],
+        "retiring": [backend(gateway, member, addresses=addresses) for member in pool.retiring],
     }
     sources = [source for source in gateway.discoveries if source.pool is pool]
     if addresses:

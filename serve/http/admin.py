@@ -1,8 +1,8 @@
-"""Administration: reload, adding and removing backends, /status and /metrics.
+"""Administration: reload, adding, removing and proving backends, /status, /ui and /metrics.
 
 It is served on an address of its own, or beside the clients' paths; there, /admin needs a key of
-its own. /admin refuses requests with an `Origin`, because they come from web pages. Where it needs
-no key, it also refuses a `Host` that a web page's own domain could be (DNS rebinding).
+its own. /admin refuses requests from web pages of another `Origin` than its own. Where it needs no
+key, it also refuses a `Host` that a web page's own domain could be (DNS rebinding).
 """
 
 import hashlib
@@ -10,14 +10,12 @@ import hmac
 import ipaddress
 import re
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import TypeAdapter, ValidationError
 
-from octet import __version__
 from octet.errors import OctetError, RequestError, nearest
 from serve.access.keys import authorization_in
-from serve.api.errors import install
 from serve.api.request.exchange import read_body
 from serve.config import BackendConfig, HttpConfig
 from serve.config.problems import one_line, problems_of
@@ -26,23 +24,13 @@ from serve.gateway.discovery import refuse_unfit
 from serve.gateway.reload import reload_from
 from serve.gateway.state import Gateway
 from serve.http.status_page import render, wants_page
+from serve.http.ui import add_page
 from serve.routing import Member, Pool
 
-__all__ = ["admin_router", "create_admin_app", "probe_router"]
+__all__ = ["admin_router", "probe_router"]
 
 MAX_SECTION = 64 * 1024  # bytes of a backend's section
 _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
-
-
-def create_admin_app(gateway: Gateway) -> FastAPI:
-    """Creates the application for the separate administration address."""
-    # FastAPI's own page at /docs would load scripts from elsewhere.
-    app = FastAPI(title="Octet administration", version=__version__, docs_url=None, redoc_url=None)
-    app.router.redirect_slashes = False
-    install(app)
-    app.include_router(probe_router(gateway))
-    app.include_router(admin_router(gateway, own_port=True))
-    return app
 
 
 def probe_router(gateway: Gateway) -> APIRouter:
@@ -64,7 +52,7 @@ def probe_router(gateway: Gateway) -> APIRouter:
 
 
 def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
-    """Returns /metrics, /status and /admin.
+    """Returns /metrics, /status, /ui and /admin.
 
     Without `own_port` these are beside the clients' paths: /admin then needs the administrator's
     key, and the router is empty if administration has a port of its own.
@@ -85,8 +73,11 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
     async def require_admin(request: Request) -> None:
         if gateway.config.admin.sha256 is None and not own_port:
             raise RequestError(f"no such path: {request.url.path}", status=404, code="not_found")
-        if "origin" in request.headers:
-            message = "administration is not for web pages: a request with Origin is refused"
+        if not _is_own_page(request):
+            message = (
+                "administration is not for other web pages: an Origin that differs from Host is"
+                " refused"
+            )
             raise RequestError(message, status=403, code="origin_refused")
         if gateway.config.admin.sha256 is None and not is_admin(request):
             message = (
@@ -119,12 +110,22 @@ def admin_router(gateway: Gateway, own_port: bool) -> APIRouter:
             return HTMLResponse(render(found))
         return JSONResponse(found)
 
+    add_page(router, gateway, is_admin, own_port=own_port)
     admin = APIRouter(
         prefix="/admin", dependencies=[Depends(require_admin)], include_in_schema=own_port
     )
     _add_admin(admin, gateway)
     router.include_router(admin)
     return router
+
+
+def _is_own_page(request: Request) -> bool:
+    """Decides whether a request comes from no web page, or from one of this address.
+
+    The scheme is not compared: behind a proxy that ends TLS, the gateway does not know it.
+    """
+    origins, hosts = request.headers.getlist("origin"), request.headers.getlist("host")
+    return not origins or [origin.partition("://")[2] for origin in origins] == hosts
 
 
 def _is_own_host(gateway: Gateway, hosts: list[str]) -> bool:
@@ -175,7 +176,17 @@ def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
             except OctetError as error:
                 raise _refusal(error, "backend_refused") from error
             pool.swap(pool.config, [*pool.members, member])
-        return JSONResponse(status.backend(member, addresses=True), 201)
+        return JSONResponse(status.backend(gateway, member, addresses=True), 201)
+
+    @admin.post("/pools/{pool_name:path}/backends/{name:path}/proof")
+    async def prove(pool_name: str, name: str) -> JSONResponse:
+        """Proves a backend on all of its golden prompts, as soon as it can be reached."""
+        pool = _pool(gateway, pool_name)
+        member = _member(pool, name)
+        if not pool.prove_again(member):
+            message = f"{pool.name}/{name} needs no proof: the pool's proof names no golden records"
+            raise RequestError(message, code="no_proof")
+        return JSONResponse(status.backend(gateway, member, addresses=True), 202)
 
     @admin.delete("/pools/{pool_name:path}/backends/{name:path}")
     async def remove(pool_name: str, name: str, drain: bool = True) -> JSONResponse:

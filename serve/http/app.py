@@ -27,7 +27,7 @@ from serve.http.openapi import document
 from serve.routing import Route
 from serve.telemetry.observation import Observe
 
-__all__ = ["OPERATIONS", "create_app"]
+__all__ = ["OPERATIONS", "create_admin_app", "create_app"]
 
 OPERATIONS: tuple[Operation, ...] = (
     Completions(),
@@ -61,6 +61,25 @@ def create_app(gateway: Gateway) -> ASGIApp:
             expose_headers=["x-request-id", "retry-after"],
         )
     return Observe(app, gateway.metrics, config.logs.access, gateway.tracing)
+
+
+def create_admin_app(gateway: Gateway) -> FastAPI:
+    """Creates the application for the separate administration address.
+
+    It also answers completions, because the page at /ui may send requests to its own address only.
+    """
+    # FastAPI's own page at /docs would load scripts from elsewhere.
+    app = FastAPI(title="Octet administration", version=__version__, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False
+    install(app)
+    playground = Completions()
+    endpoint = Observe(
+        _Endpoint(gateway, playground), gateway.metrics, gateway.config.logs.access, gateway.tracing
+    )
+    app.router.routes.append(HttpRoute(playground.path, endpoint, methods=["POST"]))
+    app.include_router(probe_router(gateway))
+    app.include_router(admin_router(gateway, own_port=True))
+    return app
 
 
 class _Endpoint:

@@ -93,7 +93,7 @@ def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
     statuses = [status for status in _ERRORS if keys or status not in _OF_KEYS]
     of_tiers = ("tier",) if tiers else ()
     found = _answer("The answer", content)
-    for header in (*of_tiers, "precision", "artifact", "divergence", "fallback"):
+    for header in (*of_tiers, "backend", "precision", "artifact", "divergence", "fallback"):
         found["headers"][f"X-Octet-{header.title()}"] = {"$ref": f"#/components/headers/{header}"}
     answers = {"200": found} | _errors(statuses)
     if relays:
@@ -181,6 +181,9 @@ def _admin(config: GatewayConfig) -> Json:
             "delete": operation(
                 "remove_backend", "Remove a backend once its requests have ended", "pool", "name"
             )
+        },
+        "/admin/pools/{pool}/backends/{name}/proof": {
+            "post": operation("prove_backend", "Prove a backend again", "pool", "name", status=202)
         },
     }
 
@@ -272,6 +275,10 @@ _HEADERS: Json = {
     },
     "tier": {
         "description": "The requested tier, whose budget the answer keeps",
+        "schema": {"type": "string"},
+    },
+    "backend": {
+        "description": "The pool and the name of the backend that answered",
         "schema": {"type": "string"},
     },
     "precision": {

@@ -14,9 +14,9 @@ import uvicorn
 
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import proving, unproven
-from serve.http.admin import create_admin_app
-from serve.http.app import create_app
+from serve.http.app import create_admin_app, create_app
 from serve.http.protocol import guarded_protocol
+from serve.http.ui import EVENTS
 from serve.telemetry.logs import say
 
 __all__ = ["AdminServer", "DrainingServer"]
@@ -97,6 +97,7 @@ class DrainingServer(uvicorn.Server):
         if self.force_exit:
             await asyncio.sleep(0.1)
             self._cut_off()
+        _cut_off_sleeping_pages(self.server_state)
         await super().shutdown(sockets)
 
     def _cut_off(self) -> None:
@@ -126,6 +127,21 @@ class AdminServer(uvicorn.Server):
         await super().startup(sockets)
         assert sockets
         say(f"administration on {_url(sockets[0])}", self._logs)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        _cut_off_sleeping_pages(self.server_state)
+        await super().shutdown(sockets)
+
+
+def _cut_off_sleeping_pages(state: Any) -> None:
+    """Aborts the streams of /ui that nobody reads, as of a computer that sleeps.
+
+    The others end by themselves; these would take all the time that is left for slow clients.
+    """
+    for connection in list(state.connections):
+        path = connection.scope and connection.scope["path"]
+        if path == EVENTS and connection.transport.get_write_buffer_size() > 0:
+            connection.transport.abort()
 
 
 def _uvicorn_config(app: Any, gateway: Gateway) -> uvicorn.Config:

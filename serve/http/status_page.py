@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from octet.page import stylesheet
 
-__all__ = ["render", "wants_page"]
+__all__ = ["problems_of", "render", "title_of", "wants_page"]
 
 
 def wants_page(accept: str) -> bool:
@@ -23,7 +23,7 @@ def wants_page(accept: str) -> bool:
 
 def render(status: dict[str, Any]) -> str:
     """Returns the page of a /status report."""
-    problems = _problems(status)
+    problems = problems_of(status)
     template = (resources.files("serve.http") / "status.html.jinja").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["duration"] = _duration
@@ -31,7 +31,7 @@ def render(status: dict[str, Any]) -> str:
     return environment.from_string(template).render(
         status=status,
         problems=problems,
-        title=_title(status, problems),
+        title=title_of(status, problems),
         style=Markup(stylesheet()),
     )
 
@@ -47,7 +47,8 @@ def _standing(standing: str) -> str:
     return "serves" if standing == "in" else standing.replace("_", " ")
 
 
-def _title(status: dict[str, Any], problems: list[tuple[str, str]]) -> str:
+def title_of(status: dict[str, Any], problems: list[tuple[str, str]]) -> str:
+    """Returns one line about the whole gateway."""
     if status["draining"]:
         return "Draining: running requests finish, new ones are refused"
     if not status["ready"]:
@@ -64,7 +65,7 @@ def _without_backend(status: dict[str, Any]) -> list[str]:
     return [name for name, m in models if not ready.intersection((m["pool"], *m["fallback"]))]
 
 
-def _problems(status: dict[str, Any]) -> list[tuple[str, str]]:
+def problems_of(status: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns (where, what) for everything that an operator should look at."""
     found = [
         (f"Model {name}", "none of its pools has a backend that serves: its requests get 503")

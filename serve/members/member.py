@@ -87,6 +87,7 @@ class Member:
         self.proof: MemberProof | None = None  # None: no proof is required
         self.incarnation = 0  # counts its incarnations, and the proofs that were withdrawn
         self.served_tokens = 0  # clients' prompts and answers, as counted or estimated
+        self.written_tokens = 0  # the answers' part of them
 
         self.waiting: set[Lease] = set()  # requests without a token
         self.in_flight = 0  # requests
@@ -295,7 +296,7 @@ class Lease:
 
     __slots__ = (
         *("_again", "_began", "_clock", "_epoch", "_incarnation", "_open", "_silent"),
-        *("_undecided", "given_up", "member", "served", "tokens"),
+        *("_undecided", "given_up", "member", "served", "tokens", "written"),
     )
 
     def __init__(
@@ -308,6 +309,7 @@ class Lease:
         self._epoch = member.breaker.begin()
         self._incarnation = member.incarnation
         self.served = 0  # prompt and answer tokens, once they are known
+        self.written = 0  # the answer's part of them
         # Called if the backend seems to be gone for good before a token came.
         self.given_up: Callable[[], None] = lambda: None
         self._again = again
@@ -362,4 +364,5 @@ class Lease:
                 self._undecided = False
                 self.member.breaker.abandoned(self._epoch)
             self.member.served_tokens += self.served
+            self.member.written_tokens += self.written
             self.member._gave_back(self.tokens, self._clock() - self._began)

@@ -1,7 +1,7 @@
 """The proof of one backend: its state, what it was proven against, and what it cost."""
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,6 +19,7 @@ __all__ = ["PROVEN", "MemberProof", "ProofState", "measured", "proven_by"]
 # refused:  its log-probabilities, or its engine's report, contradict its declared configuration
 ProofState: TypeAlias = Literal["unproven", "proven", "weakly_proven", "admitted", "refused"]
 PROVEN: tuple[ProofState, ...] = ("proven", "weakly_proven")
+HISTORY = 20  # probes that are remembered
 
 
 class MemberProof:
@@ -37,6 +38,7 @@ class MemberProof:
         self.differences: tuple[str, ...] = ()  # what clients get otherwise by default
         self.probing = False  # a probe is under way
         self.outcomes: Counter[str] = Counter()  # of probes
+        self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)  # probes, the newest last
         self.prompts = 0  # that were answered
         self.tokens = 0  # of probes, prompts and answers
         self.last_time: datetime | None = None  # when the last probe ended
@@ -72,11 +74,21 @@ class MemberProof:
         self.tokens += before.tokens
         self.prompts += before.prompts
         self.outcomes += before.outcomes
+        self.history = deque((*before.history, *self.history), HISTORY)
 
-    def probed(self, outcome: str) -> None:
-        """Records the end of a probe."""
+    def probed(self, outcome: str, verdict: Verdict | None = None) -> None:
+        """Records the end of a probe, and its verdict if there was one."""
         self.outcomes[outcome] += 1
         self.last_time = datetime.now(UTC)
+        found = measured(verdict)
+        self.history.append(
+            {
+                "at": self.last_time.isoformat(timespec="seconds"),
+                "outcome": outcome,
+                "kl": found["kl"],
+                "kl_interval": found["kl_interval"],
+            }
+        )
 
     def as_json(self, served_tokens: int) -> dict[str, Any]:
         """Returns the entry for /status: the reference and the measurements, but no address."""
@@ -93,7 +105,9 @@ class MemberProof:
             "prompts": self.prompts,
             "tokens": self.tokens,
             "share": round(self.share(served_tokens), 6),
+            "probing": self.probing,
             "probes": dict(self.outcomes),
+            "history": list(self.history),
             "last_at": at,
             "last_took_s": round(self.seconds, 3),
             "next_in_s": round(due_in_s, 1),
@@ -111,7 +125,7 @@ def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, A
     `cause` takes precedence over the verdict's own.
     """
     if verdict is None:
-        names = ("outcome", "kl", "kl_interval", "expected_kl", "path", "left_out")
+        names = ("outcome", "kl", "kl_interval", "expected_kl", "path", "kv_cache", "left_out")
         known = {"cause": cause and cause.sentence, "remedy": cause and cause.remedy}
         return dict.fromkeys(names) | known
     measure, expected, cause = verdict.measure, verdict.expected, cause or verdict.cause
@@ -121,6 +135,7 @@ def measured(verdict: Verdict | None, cause: Cause | None = None) -> dict[str, A
         "kl_interval": [_shown(measure.kl_low), _shown(measure.kl_high)],
         "expected_kl": expected and [_shown(expected.low), _shown(expected.high)],
         "path": verdict.path and verdict.path.label,
+        "kv_cache": verdict.path and verdict.path.kv_cache,
         "left_out": verdict.left_out and asdict(verdict.left_out),
         "cause": cause and cause.sentence,
         "remedy": cause and cause.remedy,

@@ -61,6 +61,7 @@ class Prover:
         self._incarnation = member.incarnation  # that the state below belongs to
         self._rounds: Rounds | None = None  # since its last whole probe
         self._suspected = False  # in this incarnation, and not yet cleared by every prompt
+        self._requested = False  # an administrator asked for a whole probe
         self._sent: tuple[int, asyncio.Task[Probed]] | None = None  # incarnation, last query
 
     def installed(self, before: MemberProof | None) -> None:
@@ -100,11 +101,18 @@ class Prover:
             sent.cancel()  # the old incarnation may never answer
         self._wake.set()
 
+    def prove_again(self) -> None:
+        """Makes the next probe a whole one, due now. A serving backend serves on meanwhile."""
+        if not self.proof.probing:
+            self._requested = True
+            self._wake.set()
+
     async def _run(self) -> None:
         await self._wake.wait()  # nothing is known before the first health check
         while True:
             self._wake.clear()
-            if self._may_probe() and self.proof.next_at <= self._clock():
+            due = self._requested or self.proof.next_at <= self._clock()
+            if due and self._may_probe():
                 try:
                     await self._probe()
                 except Exception as error:
@@ -125,7 +133,7 @@ class Prover:
             self._incarnation = self._member.incarnation
             self._backoff.reset()
             self._suspected = False
-        if self.proof.admits and self._rounds is not None:
+        if self.proof.admits and self._rounds is not None and not self._requested:
             await self._recheck(self._rounds)
         else:
             await self.admit()
@@ -133,7 +141,7 @@ class Prover:
     async def admit(self) -> None:
         """Runs a whole probe and applies its result. Uses no earlier answers."""
         proof, member, incarnation = self.proof, self._member, self._member.incarnation
-        proof.probing, proof.seconds = True, 0.0
+        proof.probing, proof.seconds, self._requested = True, 0.0, False
         try:
             found = await self._examined()
             if incarnation == member.incarnation:  # else it was restarted, and is probed again
@@ -239,17 +247,17 @@ class Prover:
         if found.outcome == "as_expected":
             proof.verdict, proof.reason = found.verdict, member.nameless(found.reason)
             member.changed()
-        self._again(self.config.every_s, found.outcome)
+        self._again(self.config.every_s, found)
 
-    def _again(self, after_s: float, outcome: str) -> None:
-        self.proof.probed(outcome)
+    def _again(self, after_s: float, found: Examined) -> None:
+        self.proof.probed(found.outcome, found.verdict)
         self.proof.next_at = self._clock() + after_s * self._rng.uniform(1.0, 1.1)
         self._backoff.reset()
 
     def _suspect(self, found: Examined) -> None:
         """Ejects a serving backend whose answers look wrong; only a whole probe may refuse it."""
         self._suspected = True
-        self.proof.probed("suspect")
+        self.proof.probed("suspect", found.verdict)
         self._become("unproven", replace(found, reason=f"probing it again: {found.reason}"))
 
     def _conclude(self, found: Examined) -> None:
@@ -260,16 +268,16 @@ class Prover:
         self._rounds = Rounds(self.exam, self._member.backend, seed, found.responses, left_out)
         self._become(found.state, found)
         if found.state == "refused":
-            self.proof.probed(found.outcome)
+            self.proof.probed(found.outcome, found.verdict)
             self.proof.next_at = self._clock() + self._backoff.next(REFUSED_S)
         else:
             self._suspected = False
-            self._again(self.config.every_s, found.outcome)
+            self._again(self.config.every_s, found)
 
     def _unclear(self, found: Examined) -> None:
         """Handles a probe without a result: a serving backend goes on, any other waits."""
         proof, reason = self.proof, self._member.nameless(found.reason)
-        proof.probed(found.outcome)
+        proof.probed(found.outcome, found.verdict)
         limits = UNCLEAR_S if found.soon else REFUSED_S
         proof.next_at = self._clock() + self._backoff.next(limits)
         if not proof.admits and proof.state != "refused":

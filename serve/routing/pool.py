@@ -322,6 +322,13 @@ class Pool:
         await asyncio.gather(*probed)
         return changed
 
+    def prove_again(self, member: Member) -> bool:
+        """Makes a whole probe of `member` due now; False if nothing is there to prove it with."""
+        prover = self._watches.provers.get(member)
+        if prover is not None:
+            prover.prove_again()
+        return prover is not None
+
     def swap(
         self,
         config: PoolConfig,

@@ -5,7 +5,9 @@ each scrape.
 """
 
 import bisect
+import math
 from collections.abc import Sequence
+from typing import cast
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,7 +19,7 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import choose_encoder
 
-__all__ = ["Metrics", "observe_many"]
+__all__ = ["Metrics", "buckets_of", "observe_many", "quantile"]
 
 # The boundaries that OpenTelemetry's semantic conventions for generative AI advise. A token of a
 # small model takes less than their first boundary per token, 10 ms, so three lower ones are added.
@@ -40,6 +42,44 @@ def observe_many(histogram: Histogram, amount: float, count: int) -> None:
     histogram._sum.inc(amount * count)
     index = bisect.bisect_left(histogram._upper_bounds, amount)
     histogram._buckets[index].inc(count)
+
+
+def buckets_of(histogram: Histogram, by: str, **only: str) -> dict[str, list[float]]:
+    """Returns how many values each bucket holds, by one label, summed over the other labels.
+
+    With `only`, counts only series with these values of labels, where the histogram has the label.
+    The library has no method for it but to render everything.
+    """
+    names = histogram._labelnames
+    place = names.index(by)
+    wanted = [(names.index(name), value) for name, value in only.items() if name in names]
+    found: dict[str, list[float]] = {}
+    for labels, series in list(histogram._metrics.items()):
+        if all(labels[at] == value for at, value in wanted):
+            counts = [bucket.get() for bucket in cast(Histogram, series)._buckets]
+            before = found.get(labels[place])
+            found[labels[place]] = (
+                counts if before is None else [a + b for a, b in zip(before, counts, strict=True)]
+            )
+    return found
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float | None:
+    """Estimates a quantile from a histogram; None if it is empty.
+
+    `bounds` are the buckets' upper bounds, the last infinite; `counts` are not cumulative. Values
+    are taken to be spread evenly within a bucket, as in Prometheus's `histogram_quantile`; beyond
+    the last finite bound, that bound is returned.
+    """
+    wanted = q * sum(counts)
+    if wanted <= 0:
+        return None
+    low = below = 0.0
+    for high, count in zip(bounds, counts, strict=True):
+        if below + count >= wanted:
+            return low if math.isinf(high) else low + (high - low) * (wanted - below) / count
+        low, below = high, below + count
+    return low
 
 
 class Metrics:

@@ -300,7 +300,10 @@ class Observation:
 
 
 ENDPOINTS = frozenset(
-    (*OPERATIONS, "/v1/models", "/health", "/ready", "/metrics", "/status", "/admin/reload")
+    (
+        *(*OPERATIONS, "/v1/models", "/health", "/ready", "/metrics", "/status", "/ui"),
+        *("/ui/events", "/admin/reload"),
+    )
 )
 _PROBES = frozenset(("/health", "/ready", "/metrics"))  # requested every few seconds
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")

@@ -7,8 +7,9 @@ Needs Chromium (`apt-get install chromium`, or Chrome) and .integration/browser.
 
 import asyncio
 import json
+import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from calibrate.report.html import render_html
 from octet.statistics import Interval
+from serve.run import DrainingServer, bind, serve_gateway
 from tests.calibrate.report_data import budget, chunks, experts, make_report, sensitivity
 from tests.fake_servers import FakeOpenAI, running
 from tests.integration.conftest import EXAMPLE, octet, require
@@ -24,6 +26,8 @@ from tests.integration.servers import layout
 from tests.integration.test_report_page import BROWSER, INPUT
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.gateway.test_reload import one_pool
+from tests.serve.http.test_admin import ADMIN, KEY
+from tests.serve.proof.fake_proofs import WORSE, served, write_proofs
 from verify.bench.figures import Bench, Cell, Spread
 from verify.bench.html import write_page as write_bench
 from verify.bench.load import FIGURES
@@ -36,12 +40,16 @@ SCRIPT = Path(__file__).with_name("page_in_browser.py")
 EVIL = "</script><b>http://elsewhere.example/x.png"  # a name that would show if it were not escaped
 
 
-def look(*urls: str) -> list[dict[str, Any]]:
-    """Returns what is wrong with each page, at each width and in each colour scheme."""
+def look(*urls: str, steps: Sequence[tuple[str, str, str]] = ()) -> list[dict[str, Any]]:
+    """Returns what is wrong with each page, at each width and in each colour scheme.
+
+    Before that, takes `steps` on it (`page_in_browser.py`).
+    """
     require(layout.BROWSER)
     if BROWSER is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
     command = [str(layout.python(layout.BROWSER)), "-P", str(SCRIPT), BROWSER, *urls]
+    command += ["--steps", json.dumps(steps)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     found: list[dict[str, Any]] = json.loads(result.stdout)
@@ -151,3 +159,78 @@ async def test_status(upstream: FakeOpenAI, down: bool, tmp_path: Path) -> None:
             await upstream.stop()
         found = await asyncio.to_thread(look, f"{served.url}/status")
     assert_clean(found)
+
+
+LIVE: list[tuple[str, str, str]] = [("#connection", "await", "live")]
+PLAYED: list[tuple[str, str, str]] = [
+    *LIVE,
+    ("#prompt", "type", "def route("),
+    ("#tokens", "type", "12"),
+    ("#send", "press", "Enter"),
+    ("#outcome", "await", "tokens, the first after"),
+    ("#facts", "await", "fp8/right"),
+    ("#rows", "await", "%"),
+    ("#admin-key", "type", KEY),
+    ("#admin-key", "press", "Enter"),
+    ("#done", "await", "Unlocked."),
+    ("button[data-action=prove]", "press", "Enter"),
+    ("#done", "await", "is being proven"),
+    (".backend", "await", "as expected"),
+    ("button[data-action=drain]", "press", "Space"),
+    ("#confirm-text", "await", "No other backend of this pool serves."),
+    ("#confirm-no", "press", "Escape"),
+    ("button[data-action=drain]", "press", "Space"),
+    ("#confirm-title", "await", "Drain fp8 / right?"),
+]
+
+
+async def test_live_page(tmp_path: Path) -> None:
+    """Two backends, one of them refused, and a pool that cannot be reached."""
+    proofs = write_proofs(tmp_path / "proofs")
+    async with running(served()) as right, running(served(WORSE)) as wrong:
+        backends = ", ".join(
+            f"{{type: vllm, url: '{url}', model: fake, name: {name}}}"
+            for url, name in ((right.url, "right"), (wrong.url, "wrong"))
+        )
+        text = f"""
+            models: {{m: {{pool: fp8, fallback: [away]}}}}
+            tiers: {{exact: {{max_kl: 0.01}}}}
+            pools:
+              fp8: {{precision: fp8, backends: [{backends}], proof: {{golden: {proofs}}}}}
+              away: {{backends: [{{type: vllm, url: 'http://127.0.0.1:9'}}]}}
+            {ADMIN}
+        """
+        async with serving_gateway(configured(tmp_path / "octet.yaml", text)) as gateway:
+            found = await asyncio.to_thread(look, f"{gateway.url}/ui", steps=PLAYED)
+    assert_clean(found)
+
+
+async def test_live_page_of_a_gateway_that_is_restarted(
+    upstream: FakeOpenAI, tmp_path: Path
+) -> None:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    path = tmp_path / "octet.yaml"
+
+    async def restart_for_ever() -> None:
+        while True:
+            gateway = configured(path, one_pool(upstream))
+            with bind("127.0.0.1", port) as listener:
+                servers: list[DrainingServer] = []
+                serving = serve_gateway(gateway, listener, on_started=servers.append)
+                task = asyncio.create_task(serving)
+                await asyncio.sleep(5)
+                servers[0].handle_exit(signal.SIGTERM, None)
+                assert await task  # an open page cuts nothing short, and delays nothing
+            await asyncio.sleep(2)
+
+    restarting = asyncio.create_task(restart_for_ever())
+    await asyncio.sleep(1)
+    steps = [*LIVE, ("#connection", "await", "not connected"), *LIVE]
+    looking = asyncio.create_task(
+        asyncio.to_thread(look, f"http://127.0.0.1:{port}/ui", steps=steps)
+    )
+    await asyncio.wait({looking, restarting}, return_when=asyncio.FIRST_COMPLETED)
+    restarting.cancel()
+    for page in await looking:
+        assert page["errors"] == [] and page["axe"] == []

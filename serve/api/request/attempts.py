@@ -139,6 +139,7 @@ class Attempts:
         """Charges the key for these tokens."""
         if self.lease is not None:
             self.lease.served = prompt_tokens + completion_tokens
+            self.lease.written = completion_tokens
         if self.ticket is not None:
             self.ticket.settle(prompt_tokens, completion_tokens)
 

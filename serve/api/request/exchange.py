@@ -382,7 +382,7 @@ def requested_tier(
 def provenance(
     pool: Pool | None, tier: ModelTier | None, member: Member | None = None
 ) -> dict[str, str]:
-    """Returns the tier, precision and artifact of an answer of `member` of `pool`, as headers.
+    """Returns the backend, tier, precision and artifact of an answer of `member`, as headers.
 
     The tier is there only if one was requested: that one or, where it allows less exact answers,
     the most exact tier that the pool fits, if any. The artifact is the one that `member` itself has
@@ -392,6 +392,8 @@ def provenance(
     headers: dict[str, str] = {}
     if pool is None:
         return headers
+    if member is not None:
+        headers["x-octet-backend"] = f"{pool.name}/{member.name}"
     if tier is not None and (kept := tier.kept_by(pool)) is not None:
         headers["x-octet-tier"] = kept
     if pool.instead_of:

@@ -66,7 +66,8 @@ async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
                 async with aclosing(answer.rest) as rest:
                     async for _piece in rest:
                         lease.progressed()
-        lease.served = (answer.tally.prompt_tokens or 0) + (answer.tally.completion_tokens or 0)
+        lease.written = answer.tally.completion_tokens or 0
+        lease.served = (answer.tally.prompt_tokens or 0) + lease.written
         if answer.tally.failed is not None:
             raise answer.tally.failed
         if answer.status != 200:

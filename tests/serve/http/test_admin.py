@@ -13,9 +13,12 @@ import pytest
 from serve.gateway.status import status as status_of
 from serve.http.status_page import render
 from serve.run import bind
-from tests.fake_servers import FakeOpenAI
+from tests.fake_servers import FakeOpenAI, running
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.gateway.test_reload import BODY, ended, one_pool, streaming
+from tests.serve.proof.fake_proofs import served as served_by
+from tests.serve.proof.fake_proofs import write_proofs
+from tests.serve.waiting import until
 
 KEY = "sk-admin"
 ADMIN = f"admin: {{sha256: {hashlib.sha256(KEY.encode()).hexdigest()}}}\n"
@@ -68,6 +71,23 @@ class TestWhoMay:
         headers = WITH_KEY | {"origin": "https://example.org"}
         status, error = await call(served, "POST", "/admin/reload", headers=headers)
         assert (status, error["error"]["code"]) == (403, "origin_refused")
+
+    async def test_but_its_own_page(self, served: Served) -> None:
+        own = served.url.removeprefix("http://")
+        for origin, allowed in (
+            (f"http://{own}", True),
+            (f"https://{own}", True),  # behind a proxy that ends TLS
+            (f"http://{own}0", False),
+            ("http://localhost", False),
+            ("null", False),
+        ):
+            headers = WITH_KEY | {"origin": origin}
+            status, _ = await call(served, "GET", "/admin/backends", headers=headers)
+            assert status == (200 if allowed else 403), origin
+        status, _ = await call(
+            served, "GET", "/admin/backends", headers={"origin": f"http://{own}"}
+        )
+        assert status == 401
 
     async def test_an_address_of_its_own_has_all_of_it(
         self, tmp_path: Path, upstreams: list[FakeOpenAI]
@@ -190,6 +210,33 @@ class TestBackends:
         status, error = await call(served, "DELETE", "/admin/pools/p/backends/p-2")
         assert (status, error["error"]["code"]) == (404, "backend_not_found")
         assert "did you mean 'p-1'?" in error["error"]["message"]
+
+    async def test_one_is_proven_again(self, tmp_path: Path) -> None:
+        proofs = write_proofs(tmp_path / "proofs")
+        async with running(served_by()) as right:
+            more = f"proof: {{golden: {proofs}}}"
+            text = one_pool(right, more=more) + ADMIN
+            async with serving_gateway(configured(tmp_path / "octet.yaml", text)) as served:
+                (member,) = served.gateway.pools["p"].members
+                assert member.proof is not None and member.proof.state == "proven"
+                path = "/admin/pools/p/backends/p-1/proof"
+                status, backend = await call(served, "POST", path)
+                assert (status, backend["standing"]) == (202, "in")
+                await until(lambda: member.proof and member.proof.outcomes["as_expected"] == 2)
+                _, found = await call(served, "GET", "/status")
+                (one,) = found["pools"]["p"]["backends"]
+                assert [entry["outcome"] for entry in one["proof"]["history"]] == [
+                    "as_expected"
+                ] * 2
+                assert one["proof"]["kv_cache"] == "e5m2"
+
+    async def test_one_that_needs_no_proof_says_so(self, served: Served) -> None:
+        status, error = await call(served, "POST", "/admin/pools/p/backends/p-1/proof")
+        assert (status, error["error"]["code"]) == (400, "no_proof")
+        status, error = await call(served, "POST", "/admin/pools/p/backends/p-2/proof")
+        assert (status, error["error"]["code"]) == (404, "backend_not_found")
+        status, _ = await call(served, "POST", "/admin/pools/p/backends/p-1/proof", headers={})
+        assert status == 401
 
     async def test_a_reload_goes_back_to_the_file(
         self, served: Served, upstreams: list[FakeOpenAI]

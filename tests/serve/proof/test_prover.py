@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from octet.errors import BackendUnavailable
+from serve.members.proof_state import HISTORY
 from serve.proof.probe import ClientView, Unprovable
 from tests.serve.proof.exams import RECORD_TOKENS, FakeExam
 from tests.serve.proof.scene import ADDRESS, Scene, play, played
@@ -249,3 +250,57 @@ async def test_what_does_not_fit_into_its_context_is_in_the_status(scene: Scene)
         scene.serve(10_000_000)
         await asyncio.sleep(1000)
     assert scene.proof.outcomes["as_expected"] >= 2
+
+
+@played()
+async def test_a_backend_is_proven_again_on_request_and_serves_meanwhile(scene: Scene) -> None:
+    before = scene.asked
+    assert scene.pool.prove_again(scene.member)
+    await asyncio.sleep(0.1)
+    assert scene.proof.probing and scene.serves()
+    assert scene.pool.prove_again(scene.member)  # the one under way is the one that is wanted
+    await asyncio.sleep(5)
+    # No client was served, so a regular probe would have had nothing to spend.
+    assert scene.asked == before + 1 and scene.proof.outcomes == {"as_expected": 2}
+    assert scene.exam.asked_of(ADDRESS)[-1] == tuple(range(24))
+    await asyncio.sleep(60)
+    assert scene.asked == before + 1
+
+
+@played(lambda: FakeExam(says={ADDRESS: "worse"}))
+async def test_a_refused_backend_need_not_wait_for_its_next_turn(scene: Scene) -> None:
+    await asyncio.sleep(600)  # by now it is probed every few minutes
+    scene.exam.says.clear()
+    while scene.proof.probing or scene.proof.next_at < asyncio.get_running_loop().time() + 60:
+        await asyncio.sleep(1)
+    assert scene.member.standing == "refused"
+    assert scene.pool.prove_again(scene.member)
+    assert await scene.until("in", 2) < 2
+
+
+@played()
+async def test_a_request_while_it_is_away_is_kept_until_it_is_back(scene: Scene) -> None:
+    scene.server.die()
+    await scene.until("unreachable", 5)
+    asked = scene.asked
+    assert scene.pool.prove_again(scene.member)
+    await asyncio.sleep(5)
+    assert scene.asked == asked
+    scene.server.restart()
+    await scene.until("in", 5)
+    assert scene.asked == asked + 1
+
+
+@played()
+async def test_the_newest_probes_are_remembered_with_their_figures(scene: Scene) -> None:
+    for _ in range(30):
+        scene.pool.prove_again(scene.member)
+        await asyncio.sleep(2)
+    scene.exam.says[ADDRESS] = "worse"
+    scene.pool.prove_again(scene.member)
+    await asyncio.sleep(2)
+    history = scene.proof.as_json(0)["history"]
+    assert len(history) == HISTORY and history[-1]["outcome"] == "worse"
+    assert {entry["outcome"] for entry in history[:-1]} == {"as_expected"}
+    assert (history[0]["kl"], history[0]["kl_interval"]) == (0.02, [0.01, 0.04])
+    assert history[0]["at"] <= history[-1]["at"]

@@ -100,8 +100,9 @@ class Admission:
 
         `tokens` are those of the prompt and of the longest answer, `prompt_tokens` the prompt's
         alone, both estimated. `deadline` is a time of `clock`. Raises RequestError: 400 for a
-        prompt over the configured limit, 429 for the key's limits, 503 if there is no capacity, 504
-        at the deadline. A request larger than the whole budget runs alone.
+        prompt over the configured limit, 429 for the key's limits, 503 if there is no capacity or
+        shared limits cannot be read, 504 at the deadline. A request larger than the whole budget
+        runs alone.
         """
         most = self.limits.max_prompt_tokens
         if most is not None and prompt_tokens > most:
@@ -112,7 +113,7 @@ class Admission:
         self.require_memory()
         tokens = max(tokens, 1)
         try:
-            charge = principal.charge(tokens)
+            charge = await principal.charge(tokens)
         except RequestError as error:
             self.rejections[pool.name, error.code or ""] += 1
             raise

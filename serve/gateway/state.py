@@ -149,6 +149,8 @@ class Gateway:
         Raises the OctetError of the first backend that can never work.
         """
         try:
+            if self.keys.shared is not None:
+                await self.keys.shared.start()
             await all_of(pool.start(patience_s=patience_s) for pool in self.pools.values())
             await all_of(discovery.start() for discovery in self.discoveries)
         except BaseException:
@@ -168,6 +170,8 @@ class Gateway:
         await asyncio.gather(*tasks, return_exceptions=True)
         await all_of(discovery.close() for discovery in self.discoveries)
         await all_of(map(_closed, [*self.pools.values(), *self.finishing]))
+        if self.keys.shared is not None:
+            await self.keys.shared.close()
         await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

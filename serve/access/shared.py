@@ -110,6 +110,7 @@ class SharedLimits:
         another application.
         """
         try:
+            await self._call([(None, None)], HOLD_S)  # before anything else is written
             await self._exchange(everything=True)
         except _Lost as lost:
             if lost.final:

@@ -192,9 +192,8 @@ async def gateways(
             log = tmp_path / f"gateway-{i}.log"
             servers.append(GatewayServer(config=config, port=port, log=log))
         with ExitStack() as stack:
-            for one in servers:
-                # Its readiness depends on the backend, which runs in this event loop.
-                await asyncio.to_thread(stack.enter_context, one)
+            # In threads: they are ready when the backend is, which runs in this event loop.
+            await asyncio.gather(*(asyncio.to_thread(stack.enter_context, s) for s in servers))
             yield Gateways(servers, backend, session)
 
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from octet.errors import ConfigError
+from octet.errors import ConfigError, RequestError
 from serve.access.shared import SharedLimits
 from serve.config import KeyConfig, SharedConfig
+from serve.gateway.reload import reload_from
 from tests.serve.access.fake_redis import FakeRedis
 from tests.serve.access.shared_contract import CHECKS, Check, Replica, hurry, key, replicas
 from tests.serve.clock import Clock
-from tests.serve.conftest import configured, serving
+from tests.serve.conftest import configured, serving, serving_gateway
 from tests.serve.upstreams import Scripted, whole
 from tests.serve.waiting import until
 
@@ -223,6 +224,33 @@ def test_without_the_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     with pytest.raises(ConfigError, match=r"needs redis.*pip install 'octet-llm\[shared\]'"):
         configured(tmp_path / "config.yaml", SERVED + "  shared: redis://x")
+
+
+async def test_a_reload_forgets_nothing_that_was_spent(redis: FakeRedis, tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"octet-secret").hexdigest()
+    path = tmp_path / "config.yaml"
+
+    def text(limit: int, url: str) -> str:
+        entry = f"{{name: team, sha256: {digest}, requests_per_minute: {limit}}}"
+        return f"{SERVED}  keys: [{entry}]\n  shared: {url}\n"
+
+    async with serving_gateway(configured(path, text(2, redis.url))) as served:
+
+        async def taken() -> int:
+            principal = served.gateway.keys.authenticate(b"Bearer octet-secret")
+            for count in range(10):
+                try:
+                    await principal.charge(1)
+                except RequestError:
+                    return count
+            return 10
+
+        assert await taken() == 2
+        path.write_text(text(5, "redis://elsewhere"))
+        report = await reload_from(served.gateway, path)
+        assert report["needs_restart"] == ["access.shared"]
+        await asyncio.sleep(0.3)  # a refusal stands for a moment
+        assert await taken() == 3
 
 
 async def test_a_gateway_starts_without_redis_and_finds_it_later(redis: FakeRedis) -> None:

@@ -38,7 +38,7 @@ class Principal:
         # Seconds since 1970.
         self.expires = config.expires.timestamp() if config and config.expires else None
         # A key without limits is not counted: nothing would read the counts.
-        self._rates = rates if config and _is_limited(config) else None
+        self._rates = rates if config and config.limited else None
         self._usage = usage
 
     def may_use(self, route: Route) -> bool:
@@ -92,14 +92,6 @@ class Principal:
         return self._rates.headers(self.config)
 
 
-def _is_limited(key: KeyConfig) -> bool:
-    limits = (
-        *(key.requests_per_minute, key.tokens_per_minute),
-        *(key.tokens_per_day, key.max_in_flight),
-    )
-    return any(limit is not None for limit in limits)
-
-
 ANONYMOUS = Principal()
 
 
@@ -132,7 +124,7 @@ class Keys:
         self._by_digest: dict[str, tuple[str, Principal]] = {}
         for key in keys:
             rates = before._rates.get(key.name) if before else None
-            if shared is not None and _is_limited(key):
+            if shared is not None and key.limited:
                 rates = shared.rates(key)
             self._rates[key.name] = rates = rates or Rates(clock)
             self._by_digest[key.sha256] = key.sha256, Principal(key, rates, self.usage)

@@ -36,12 +36,15 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
         memory: Memory | None = None,
+        processes: int = 1,
     ) -> None:
+        """`processes` of this gateway share `limits.max_memory_bytes`."""
         limits = limits or Limits()
         self.gates: dict[str, Gate] = {}
         self.rejections: Counter[tuple[str, str]] = Counter()  # by pool ("" if none yet) and reason
         self.limits = limits
-        self.memory = memory or Memory(limits.max_memory_bytes, clock=clock)
+        self.memory = memory or Memory(limits.max_memory_bytes, processes=processes, clock=clock)
+        self._processes = processes
         self._clock = clock
         self._chance = chance
         self._read_at: dict[str, float] = {}  # when each pool's limit was last read
@@ -53,7 +56,9 @@ class Admission:
         anew.
         """
         if limits.max_memory_bytes != self.limits.max_memory_bytes:
-            self.memory = Memory(limits.max_memory_bytes, clock=self._clock)
+            self.memory = Memory(
+                limits.max_memory_bytes, processes=self._processes, clock=self._clock
+            )
             self.memory.warn()
         self.limits = limits
         for name in [

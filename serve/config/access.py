@@ -29,6 +29,12 @@ class KeyConfig(Section):
     max_in_flight: Count | None = None  # requests
     expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # without a zone: UTC
 
+    @property
+    def limited(self) -> bool:
+        """True if any of its limits is set."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day)
+        return any(limit is not None for limit in (*limits, self.max_in_flight))
+
 
 class SharedConfig(Section):
     """Limits shared by several gateways, through Redis; needs `pip install 'octet-llm[shared]'`.

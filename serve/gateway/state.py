@@ -72,12 +72,15 @@ class Gateway:
     Call `start` before the first request and `close` after the last.
     """
 
-    def __init__(self, config: GatewayConfig, pools: dict[str, Pool]) -> None:
+    def __init__(
+        self, config: GatewayConfig, pools: dict[str, Pool], *, processes: int = 1
+    ) -> None:
+        """`processes` of one machine serve this configuration: see serve/workers.py."""
         self.config = config
         self.pools = pools
         routes = Routes.from_config(config, pools)
         self.epoch = Epoch(config, routes, Keys.from_config(config.access))
-        self.admission = Admission(config.limits)
+        self.admission = Admission(config.limits, processes=processes)
         self.metrics = Metrics()
         self.metrics.registry.register(GatewayCollector(self))
         self.tracing = tracing_from(config.traces)
@@ -96,14 +99,14 @@ class Gateway:
         self._drain_until = 0.0
 
     @classmethod
-    def from_config(cls, config: GatewayConfig) -> Self:
+    def from_config(cls, config: GatewayConfig, *, processes: int = 1) -> Self:
         """Raises OctetError if a backend's library, files or key are missing."""
         pools = {}
         for name, pool in config.all_pools.items():
             if models := config.models_of(name):
                 dormant = name in config.one_at_a_time
                 pools[name] = Pool.from_config(name, pool, models[0], dormant=dormant)
-        return cls(config, pools)
+        return cls(config, pools, processes=processes)
 
     @property
     def routes(self) -> Routes:

@@ -8,6 +8,7 @@ started again finds the connections that waited for it; it forwards signals, and
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -30,6 +31,10 @@ __all__ = ["main", "run_workers"]
 
 POLL_S = 0.1
 RESTART_S = 1.0  # from the end of a worker until the next
+# A worker finds its modules where this process found them, and none in the working directory.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import serve.workers as w; w.main()"
+)
 
 
 def run_workers(
@@ -114,7 +119,7 @@ class _Worker:
         given = json.dumps([str(config), proof, count, *fds])
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "serve.workers", given],
+                [sys.executable, "-P", "-c", _START, given, json.dumps(sys.path)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C reaches it once, from us
@@ -151,11 +156,17 @@ class _Supervisor:
             signal.signal(number, self._stop)
         signal.signal(signal.SIGHUP, self._forward)
         running = list(self._workers)
-        for worker in running:
-            worker.start()
+        first, *others = running
+        first.start()
+        for worker in others:  # after the first, so that what none can use is one error
+            worker.restart_at = math.inf
         try:
             while running:
                 time.sleep(POLL_S)
+                if first.started:
+                    for worker in others:
+                        worker.restart_at = min(worker.restart_at, time.monotonic())
+                    others = []
                 running = [worker for worker in running if not self._ended(worker)]
         finally:
             for worker in self._workers:
@@ -230,7 +241,3 @@ def _end_with(parent: socket.socket) -> None:
     with contextlib.suppress(OSError):
         parent.recv(1)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main()

@@ -50,7 +50,7 @@ def main() -> None:
         rounds = []
         for number in range(options.rounds):
             order = WORKERS if number % 2 == 0 else WORKERS[::-1]
-            rounds.append({n: measure(bench, gateways[n], cores[n]) for n in order})
+            rounds.append({n: measure(bench, gateways[n], n, cores[n]) for n in order})
             print(f"round {number + 1}: {rounds[-1]}", file=sys.stderr, flush=True)
     card = conditions(
         **{**bench.card(list(gateways.values())), "workers": "1 and 2"},
@@ -89,17 +89,20 @@ def served(workers: int, redis: str) -> Callable[[list[str], int, Path], list[st
     return command
 
 
-def measure(bench: Bench, gateway: Gateway, cores: set[int]) -> Figures:
+def measure(bench: Bench, gateway: Gateway, workers: int, cores: set[int]) -> Figures:
     with bench.upstream() as ports:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         with Running(gateway, urls, cores, bench.scratch) as running:
-            bench.load(running.port, "--clients", CLIENTS, "--seconds", 1.0)  # all are up
+            admin_port = json.loads((bench.scratch / "octet.yaml").read_text())["admin"]["port"]
+            for i in range(workers):
+                wait_for(admin_port + i)
+            bench.load(running.port, "--clients", CLIENTS, "--seconds", 1.0)  # warms all of them
             before = running.cpu_s_of()
             found = bench.load(
                 running.port, "--clients", CLIENTS, "--seconds", bench.seconds, "--warm-up", 0
             )
             used = {pid: s - before.get(pid, 0.0) for pid, s in running.cpu_s_of().items()}
-    busy = sorted(used.values())[-int(gateway.name[-1]) :]
+    busy = sorted(used.values())[-workers:]
     cpu_s = sum(used.values())
     return {
         "requests/s": found["per_s"],
@@ -109,18 +112,26 @@ def measure(bench: Bench, gateway: Gateway, cores: set[int]) -> Figures:
     }
 
 
+def wait_for(port: int) -> None:
+    """Waits until something listens there."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"nothing listens on port {port}") from None
+            time.sleep(0.05)
+
+
 @contextmanager
 def redis_server(scratch: Path) -> Iterator[str]:
     port = free_port()
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=scratch) as process:
         try:
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except OSError:
-                    time.sleep(0.05)
+            wait_for(port)
             yield f"redis://127.0.0.1:{port}"
         finally:
             process.terminate()

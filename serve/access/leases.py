@@ -153,7 +153,7 @@ class SharedRates(Rates):
         self._store.changed(self)
 
     def report(self, tokens: int | None) -> list[int | str]:
-        """Returns the arguments of the script from the third on, and gives up the lease.
+        """Returns the arguments of the script from the fifth on, and gives up the lease.
 
         `tokens` are those of a request that waits for one; None if none does.
         """

@@ -45,7 +45,7 @@ class Bench:
 
     def running(self, gateway: Gateway, ports: list[int]) -> Running:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        return Running(gateway, urls, self.cores[2], self.scratch)
+        return Running(gateway, urls, {self.cores[2]}, self.scratch)
 
     def load(self, port: int, *options: object) -> dict[str, Any]:
         """Returns what the client reports; a wrong answer ends the benchmark."""

@@ -1,4 +1,4 @@
-"""A gateway's process in the benchmarks: on one core, with all that it starts."""
+"""A gateway's process in the benchmarks: on its cores, with all that it starts."""
 
 import http.client
 import os
@@ -42,7 +42,9 @@ def _siblings(core: int) -> list[int]:
 class Running:
     """A started gateway; a context manager that ends it and its children."""
 
-    def __init__(self, gateway: Gateway, upstreams: list[str], core: int, scratch: Path) -> None:
+    def __init__(
+        self, gateway: Gateway, upstreams: list[str], cores: set[int], scratch: Path
+    ) -> None:
         self.port = free_port()
         self.log = scratch / f"{gateway.peer or gateway.name}.log"
         command = gateway.command(upstreams, self.port, scratch)
@@ -54,7 +56,7 @@ class Running:
                 stderr=subprocess.STDOUT,
                 env=os.environ | gateway.environment,
                 start_new_session=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )
         try:
             self._wait_until_it_answers(started + START_TIMEOUT_S)
@@ -107,14 +109,18 @@ class Running:
 
     def cpu_s(self) -> float:
         """Processor time that the process and its children have used."""
-        ticks = 0
+        return sum(self.cpu_s_of().values())
+
+    def cpu_s_of(self) -> dict[int, float]:
+        """Processor time of the process and each child, by its id."""
+        found = {}
         for pid in self._tree():
             try:
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            ticks += int(fields[11]) + int(fields[12])
-        return ticks * TICK_S
+            found[pid] = (int(fields[11]) + int(fields[12])) * TICK_S
+        return found
 
     def _tree(self) -> list[int]:
         found = [self.process.pid]

@@ -65,6 +65,10 @@ def serve(
         Path | None,
         typer.Option("--out", "-o", help="Of a model: keeps the exports (default: MODEL.RECIPE)."),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="Processes that serve a --config, on one port."),
+    ] = 1,
     proof: Annotated[
         bool,
         typer.Option(
@@ -87,6 +91,8 @@ def serve(
         raise ConfigError("give either an export to serve, or --config FILE")
     if check and config is None:
         raise ConfigError("--check is for a configuration: give --config FILE")
+    if workers > 1 and config is None:
+        raise ConfigError("--workers is for a configuration: give --config FILE")
     if arguments and not arguments[0].startswith("-"):
         raise ConfigError(f"{arguments[0]}: give one export; options of vLLM go behind --")
     if check and config is not None:
@@ -105,6 +111,11 @@ def serve(
     if target is not None and _is_model(target):
         target = _quantized(target, recipe, samples, out, options, (host, port))
     settings = settings_of(target, config, options)
+    if workers > 1 and config is not None:
+        from serve.workers import run_workers
+
+        run_workers(settings, workers, config=config, host=host, port=port, proof=proof)
+        return
     from serve.run import run  # loads the web server, after the mistakes in the settings
 
     run(settings, config=config, host=host, port=port, proof=proof)

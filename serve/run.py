@@ -19,7 +19,15 @@ from serve.http.protocol import most_files
 from serve.http.server import AdminServer, DrainingServer
 from serve.telemetry.logs import logging_to, say
 
-__all__ = ["DrainingServer", "bind", "run", "serve_gateway"]
+__all__ = [
+    "FORCED",
+    "DrainingServer",
+    "bind",
+    "prepared",
+    "run",
+    "serve_gateway",
+    "serve_until_signal",
+]
 
 FORCED = 1  # exit code when a second signal, or the deadline, cut requests short
 
@@ -38,6 +46,25 @@ def run(
     their log-probabilities are. Raises an OctetError for a configuration that cannot work, or an
     address that cannot be listened on; exits 1 if requests were cut short.
     """
+    settings = prepared(settings, host=host, port=port, proof=proof)
+    gateway = Gateway.from_config(settings)
+    gateway.path, gateway.proves = config, proof
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_to(settings.logs))
+        listener = stack.enter_context(bind(settings.listen.host, settings.listen.port))
+        admin = settings.admin
+        admin_listener = None
+        if admin.port is not None:
+            admin_listener = stack.enter_context(bind(admin.host, admin.port))
+        clean = serve_until_signal(gateway, listener, admin_listener)
+    if not clean:
+        sys.exit(FORCED)
+
+
+def prepared(
+    settings: GatewayConfig, *, host: str | None, port: int | None, proof: bool
+) -> GatewayConfig:
+    """Returns the settings with these options, after their warnings; raises the file limit."""
     settings = settings if proof else settings.without_proof()
     given = {"host": host, "port": port}
     listen = settings.listen.model_copy(
@@ -48,21 +75,23 @@ def run(
         say(f"warning: {warning}", settings.logs, logging.WARNING)
     if warning := _allow_files(settings):
         say(f"warning: {warning}", settings.logs, logging.WARNING)
-    gateway = Gateway.from_config(settings)
-    gateway.path, gateway.proves = config, proof
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(logging_to(settings.logs))
-        listener = stack.enter_context(bind(listen.host, listen.port))
-        admin = settings.admin
-        admin_listener = None
-        if admin.port is not None:
-            admin_listener = stack.enter_context(bind(admin.host, admin.port))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=_loop_factory()))
-        clean = runner.run(
-            serve_gateway(gateway, listener, admin_listener, on_started=_spare_the_collector)
-        )
-    if not clean:
-        sys.exit(FORCED)
+    return settings
+
+
+def serve_until_signal(
+    gateway: Gateway,
+    listener: socket.socket,
+    admin_listener: socket.socket | None,
+    on_started: Callable[[], None] = lambda: None,
+) -> bool:
+    """Runs `serve_gateway` in an event loop of its own, with what suits a process of its own."""
+
+    def started(_server: DrainingServer) -> None:
+        _spare_the_collector()
+        on_started()
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve_gateway(gateway, listener, admin_listener, on_started=started))
 
 
 def _allow_files(settings: GatewayConfig) -> str:
@@ -84,7 +113,7 @@ def _allow_files(settings: GatewayConfig) -> str:
     )
 
 
-def _spare_the_collector(_server: DrainingServer) -> None:
+def _spare_the_collector() -> None:
     """Exempts all present objects from garbage collection: they live as long as the process.
 
     A request makes some 300 objects, hardly any of them in cycles; at Python's default thresholds
@@ -169,8 +198,10 @@ async def _reloading_at_hangup(gateway: Gateway) -> AsyncIterator[None]:
         await asyncio.gather(*reloads, return_exceptions=True)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Returns a bound socket that does not listen yet: no client waits before the backends run.
+
+    `shared`: others of this user may bind the same port, and get a part of its connections.
 
     Its protocol is given, because asyncio turns off Nagle's algorithm only for sockets whose
     protocol is TCP; otherwise each small answer waits 40 ms for the client's delayed ACK.
@@ -182,6 +213,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
         except OSError:
             listener.close()

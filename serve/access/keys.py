@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from octet.errors import RequestError
 from serve.access.rates import Charge, Rates
+from serve.access.shared import SharedLimits
 from serve.access.usage import Usage
 from serve.config import Access, KeyConfig
 from serve.routing.route import Route
@@ -37,7 +38,7 @@ class Principal:
         # Seconds since 1970.
         self.expires = config.expires.timestamp() if config and config.expires else None
         # A key without limits is not counted: nothing would read the counts.
-        self._rates = rates if config and _is_limited(config) else None
+        self._rates = rates if config and config.limited else None
         self._usage = usage
 
     def may_use(self, route: Route) -> bool:
@@ -74,28 +75,21 @@ class Principal:
             kind="permission_error",
         )
 
-    def charge(self, tokens: int) -> Charge | None:
+    async def charge(self, tokens: int) -> Charge | None:
         """Counts a request against the key's limits; returns None if it has none.
 
-        Raises RequestError (429; 400 if the request can never fit a limit).
+        Raises RequestError (429; 400 if the request can never fit a limit; 503 if the limits are
+        shared and cannot be read).
         """
         if self._rates is None or self.config is None or self._usage is None:
             return None
-        return self._rates.charge(self.config, self._usage, tokens)
+        return await self._rates.take(self.config, self._usage, tokens)
 
     def headers(self) -> dict[str, str]:
         """Returns OpenAI's `x-ratelimit-*` for an answer of any status; empty without limits."""
         if self._rates is None or self.config is None:
             return _NO_HEADERS
         return self._rates.headers(self.config)
-
-
-def _is_limited(key: KeyConfig) -> bool:
-    limits = (
-        *(key.requests_per_minute, key.tokens_per_minute),
-        *(key.tokens_per_day, key.max_in_flight),
-    )
-    return any(limit is not None for limit in limits)
 
 
 ANONYMOUS = Principal()
@@ -113,6 +107,7 @@ class Keys:
         *,
         required: bool = False,
         usage: Usage | None = None,
+        shared: SharedLimits | None = None,
         before: "Keys | None" = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -122,12 +117,15 @@ class Keys:
         The configuration ensures that names and digests are unique. A key is needed if there are
         any, or if `required`.
         """
-        self.usage = usage or Usage(wall=wall)
+        self.usage = shared.usage if shared else usage or Usage(wall=wall)
+        self.shared = shared
         self._wall = wall
         self._rates: dict[str, Rates] = {}
         self._by_digest: dict[str, tuple[str, Principal]] = {}
         for key in keys:
             rates = before._rates.get(key.name) if before else None
+            if shared is not None and key.limited:
+                rates = shared.rates(key)
             self._rates[key.name] = rates = rates or Rates(clock)
             self._by_digest[key.sha256] = key.sha256, Principal(key, rates, self.usage)
         self.required = required or bool(self._by_digest)
@@ -136,10 +134,13 @@ class Keys:
     def from_config(cls, access: Access, before: "Keys | None" = None) -> "Keys":
         """Returns the keys of a loaded configuration; `before`, at a reload, is not changed."""
         usage = before.usage if before else None
-        if usage is None or usage.path != access.usage_file:
+        shared = before.shared if before else None
+        if shared is None and access.shared is not None:
+            shared = SharedLimits(access.shared)
+        if shared is None and (usage is None or usage.path != access.usage_file):
             usage = Usage(access.usage_file, before=usage)
         required = access.keys_file is not None  # an empty file must not give access to all
-        return cls(access.keys, required=required, usage=usage, before=before)
+        return cls(access.keys, required=required, usage=usage, shared=shared, before=before)
 
     def authenticate(self, authorization: bytes | None) -> Principal:
         """Returns the principal whose key the header `Authorization: Bearer ...` holds.

@@ -13,7 +13,15 @@ from octet.errors import RequestError
 from serve.access.usage import Usage
 from serve.config import KeyConfig
 
-__all__ = ["Charge", "Minute", "Rates"]
+__all__ = [
+    "Charge",
+    "Minute",
+    "Rates",
+    "over_quota",
+    "over_requests",
+    "over_tokens",
+    "too_many_in_flight",
+]
 
 # One second each. Two moments less than 60 s apart differ by at most 60 whole seconds, so 61 slots
 # hold every minute that ends now.
@@ -76,6 +84,12 @@ class Minute:
                 return second + SLOTS - now
         return 0.0
 
+    def slots(self, now: float) -> dict[int, int]:
+        """Returns what was used in each second of the last minute, without the unused ones."""
+        self._advance(now)
+        seconds = range(self._newest - SLOTS + 1, self._newest + 1)
+        return {second: used for second in seconds if (used := self._slots[second % SLOTS])}
+
     def _advance(self, now: float) -> None:
         """Empties the slots that have left the window."""
         second = int(now)
@@ -103,55 +117,54 @@ class Rates:
         self.reserved = 0  # estimated tokens of requests in flight, not yet in `usage`
         self.duration_s = 0.0  # of a request, a moving average
 
+    async def take(self, key: KeyConfig, usage: Usage, tokens: int) -> "Charge":
+        """Charges as `charge` does. Rates that are shared may have to wait for a lease."""
+        return self.charge(key, usage, tokens)
+
     def charge(self, key: KeyConfig, usage: Usage, tokens: int) -> "Charge":
         """Counts a request of at most `tokens`, by estimate.
 
         Raises RequestError, and counts nothing, if that is over a limit of `key`. A 429 states when
         to retry. A request that can never fit gets a 400, so that clients do not retry it.
         """
-        now = self.clock()
-        if key.max_in_flight is not None and self.in_flight >= key.max_in_flight:
-            raise _too_many(
-                f"{self.in_flight} requests are under way, which is the limit",
-                key,
-                self.duration_s / key.max_in_flight,
-            )
-        if key.requests_per_minute is not None:
-            wait_s = self.requests.wait_s(1, key.requests_per_minute, now)
-            if wait_s:
-                raise _too_many(
-                    f"the limit is {key.requests_per_minute} requests per minute", key, wait_s
-                )
+        self.require_possible(key, tokens)
+        self.require_left(key, usage, tokens)
+        return self.begin(key, usage, tokens)
+
+    def require_possible(self, key: KeyConfig, tokens: int) -> None:
+        """Raises RequestError (400) for a request that is larger than a whole limit."""
         for limit, what in ((key.tokens_per_minute, "minute"), (key.tokens_per_day, "day")):
             if limit is not None and tokens > limit:
                 raise _impossible(key, tokens, f"{limit} per {what}")
+
+    def require_left(self, key: KeyConfig, usage: Usage, tokens: int) -> None:
+        """Raises RequestError (429) if what is left of a limit does not suffice."""
+        now = self.clock()
+        if key.max_in_flight is not None and self.in_flight >= key.max_in_flight:
+            raise too_many_in_flight(key, self.in_flight, self.duration_s)
+        if key.requests_per_minute is not None:
+            wait_s = self.requests.wait_s(1, key.requests_per_minute, now)
+            if wait_s:
+                raise over_requests(key, wait_s)
         if key.tokens_per_minute is not None:
             wait_s = self.tokens.wait_s(tokens, key.tokens_per_minute, now)
             if wait_s:
-                raise _too_many(
-                    f"the limit is {key.tokens_per_minute} tokens per minute: {self.tokens.used} "
-                    f"are used, this request may take {tokens}",
-                    key,
-                    wait_s,
-                )
+                raise over_tokens(key, self.tokens.used, tokens, wait_s)
         if key.tokens_per_day is not None:
-            self._require_quota(key, usage, key.tokens_per_day, tokens)
+            left = key.tokens_per_day - usage.spent(key.name) - self.reserved
+            if tokens > left:
+                raise over_quota(key, left, tokens, usage.reset_s())
+
+    def begin(self, key: KeyConfig, usage: Usage, tokens: int) -> "Charge":
+        """Counts a request, whatever is left."""
+        now = self.clock()
         self.in_flight += 1
         self.reserved += tokens
         self.requests.add(1, now)
         return Charge(self, usage, key.name, tokens, now)
 
-    def _require_quota(self, key: KeyConfig, usage: Usage, limit: int, tokens: int) -> None:
-        left = limit - usage.spent(key.name) - self.reserved
-        if tokens > left:
-            raise RequestError(
-                f"API key '{key.name}': {max(left, 0)} of today's {limit} tokens are left, this "
-                f"request may take {tokens}; the day ends at midnight UTC",
-                status=429,
-                code="insufficient_quota",
-                kind="insufficient_quota",
-                retry_after_s=usage.reset_s(),
-            )
+    def changed(self) -> None:
+        """Called when a charge is settled or ends: shared rates report it."""
 
     def headers(self, key: KeyConfig) -> dict[str, str]:
         """Returns OpenAI's `x-ratelimit-*` headers, for the limits that `key` has."""
@@ -189,6 +202,7 @@ class Charge:
         self._true = tokens
         rates = self._rates
         rates.tokens.correct(self._slot, tokens - before, rates.clock())
+        rates.changed()
 
     def release(self) -> None:
         """Ends the charge with its request. Without true counts the estimate stands."""
@@ -215,6 +229,40 @@ class Charge:
         rates.reserved -= self.tokens
         if tokens:
             self._usage.add(self.key, tokens)
+        rates.changed()
+
+
+def too_many_in_flight(key: KeyConfig, in_flight: int, duration_s: float) -> RequestError:
+    """Returns the 429 error for a key with `in_flight` requests, which take `duration_s` each."""
+    reason = f"{in_flight} requests are under way, which is the limit"
+    return _too_many(reason, key, duration_s / (key.max_in_flight or 1))
+
+
+def over_requests(key: KeyConfig, wait_s: float) -> RequestError:
+    """Returns the 429 error for a request too many in a minute."""
+    return _too_many(f"the limit is {key.requests_per_minute} requests per minute", key, wait_s)
+
+
+def over_tokens(key: KeyConfig, used: int, tokens: int, wait_s: float) -> RequestError:
+    """Returns the 429 error for a request of `tokens` after `used` in the last minute."""
+    return _too_many(
+        f"the limit is {key.tokens_per_minute} tokens per minute: {used} are used, this request "
+        f"may take {tokens}",
+        key,
+        wait_s,
+    )
+
+
+def over_quota(key: KeyConfig, left: int, tokens: int, reset_s: float) -> RequestError:
+    """Returns the 429 error for a request of `tokens` when `left` are left of the day's quota."""
+    return RequestError(
+        f"API key '{key.name}': {max(left, 0)} of today's {key.tokens_per_day} tokens are left, "
+        f"this request may take {tokens}; the day ends at midnight UTC",
+        status=429,
+        code="insufficient_quota",
+        kind="insufficient_quota",
+        retry_after_s=reset_s,
+    )
 
 
 def _too_many(reason: str, key: KeyConfig, wait_s: float) -> RequestError:

@@ -60,6 +60,12 @@ class Usage:
         self._turn_day()
         return self._tokens.get(key, 0)
 
+    @property
+    def day(self) -> int:
+        """The day that `spent` is of, in days since 1970."""
+        self._turn_day()
+        return self._day
+
     def add(self, key: str, tokens: int) -> None:
         """Counts `tokens`, and writes the file if the last write is `WRITE_EVERY_S` ago."""
         self._turn_day()

@@ -36,12 +36,15 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
         memory: Memory | None = None,
+        processes: int = 1,
     ) -> None:
+        """`processes` of this gateway share `limits.max_memory_bytes`."""
         limits = limits or Limits()
         self.gates: dict[str, Gate] = {}
         self.rejections: Counter[tuple[str, str]] = Counter()  # by pool ("" if none yet) and reason
         self.limits = limits
-        self.memory = memory or Memory(limits.max_memory_bytes, clock=clock)
+        self.memory = memory or Memory(limits.max_memory_bytes, processes=processes, clock=clock)
+        self._processes = processes
         self._clock = clock
         self._chance = chance
         self._read_at: dict[str, float] = {}  # when each pool's limit was last read
@@ -53,7 +56,9 @@ class Admission:
         anew.
         """
         if limits.max_memory_bytes != self.limits.max_memory_bytes:
-            self.memory = Memory(limits.max_memory_bytes, clock=self._clock)
+            self.memory = Memory(
+                limits.max_memory_bytes, processes=self._processes, clock=self._clock
+            )
             self.memory.warn()
         self.limits = limits
         for name in [
@@ -100,8 +105,9 @@ class Admission:
 
         `tokens` are those of the prompt and of the longest answer, `prompt_tokens` the prompt's
         alone, both estimated. `deadline` is a time of `clock`. Raises RequestError: 400 for a
-        prompt over the configured limit, 429 for the key's limits, 503 if there is no capacity, 504
-        at the deadline. A request larger than the whole budget runs alone.
+        prompt over the configured limit, 429 for the key's limits, 503 if there is no capacity or
+        shared limits cannot be read, 504 at the deadline. A request larger than the whole budget
+        runs alone.
         """
         most = self.limits.max_prompt_tokens
         if most is not None and prompt_tokens > most:
@@ -112,7 +118,7 @@ class Admission:
         self.require_memory()
         tokens = max(tokens, 1)
         try:
-            charge = principal.charge(tokens)
+            charge = await principal.charge(tokens)
         except RequestError as error:
             self.rejections[pool.name, error.code or ""] += 1
             raise

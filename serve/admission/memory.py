@@ -26,16 +26,20 @@ class Memory:
         self,
         limit: int | None = None,
         *,
+        processes: int = 1,
         clock: Callable[[], float] = time.monotonic,
         root: Path = Path("/"),
     ) -> None:
-        """`limit` is in bytes; None takes 80 % of the cgroup's limit, if it has one."""
+        """`limit` is in bytes; None takes 80 % of the cgroup's limit, if it has one.
+
+        Both are shared by `processes` alike.
+        """
         self._clock = clock
         self._statm = root / "proc/self/statm"
         self.page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
         if limit is None and (most := cgroup_limit(root)) is not None:
             limit = int(most * PART_OF_CGROUP)
-        self.limit = limit
+        self.limit = limit and limit // processes
         self._next_read = -math.inf
         self._used: int | None = None
         self._unread = 0  # bytes that have arrived since the last reading

@@ -1,6 +1,6 @@
 """The gateway's configuration: one YAML file."""
 
-from serve.config.access import Access, KeyConfig
+from serve.config.access import Access, KeyConfig, SharedConfig
 from serve.config.backends import (
     BackendConfig,
     EmbeddedConfig,
@@ -41,6 +41,7 @@ __all__ = [
     "Retries",
     "Routing",
     "Shadow",
+    "SharedConfig",
     "Tier",
     "Traces",
     "TritonConfig",

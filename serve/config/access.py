@@ -2,13 +2,13 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from serve.config.section import Count, Digest, Integer, Name, Number, Port, Section
 
-__all__ = ["Access", "Admin", "KeyConfig"]
+__all__ = ["Access", "Admin", "KeyConfig", "SharedConfig"]
 
 
 def _in_utc(moment: datetime) -> datetime:
@@ -29,6 +29,29 @@ class KeyConfig(Section):
     max_in_flight: Count | None = None  # requests
     expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # without a zone: UTC
 
+    @property
+    def limited(self) -> bool:
+        """True if any of its limits is set."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.tokens_per_day)
+        return any(limit is not None for limit in (*limits, self.max_in_flight))
+
+
+class SharedConfig(Section):
+    """Limits shared by several gateways, through Redis; needs `pip install 'octet-llm[shared]'`.
+
+    `access.shared: URL` is short for `access.shared: {url: URL}`.
+    """
+
+    url: str  # redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], rediss:// or unix://
+    prefix: Name = "octet"  # of the keys in Redis; gateways with the same one share limits
+    # While Redis cannot be used: refuse requests of keys with limits, or give each gateway a share.
+    when_lost: Literal["refuse", "share"] = "refuse"
+    replicas: Count | None = None  # gateways that share the limits; `share` needs it
+
+
+def _with_url(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
 
 class Access(Section):
     """Access of clients. Without keys, anybody who can reach the address may send requests."""
@@ -36,6 +59,8 @@ class Access(Section):
     keys: tuple[KeyConfig, ...] = ()
     keys_file: Path | None = None  # a YAML list of more keys; `keys` has them all once loaded
     usage_file: Path | None = None  # keeps used quotas across restarts
+    # Redis that holds the keys' limits for several gateways; null: each gateway counts for itself.
+    shared: Annotated[SharedConfig | None, BeforeValidator(_with_url)] = None
     cors_origins: tuple[str, ...] = ()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from octet.errors import nearest
+from serve.config.access import SharedConfig
 from serve.config.backends import (
     BackendConfig,
     EmbeddedConfig,
@@ -37,6 +38,7 @@ __all__ = [
 _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 _NO_TIERS = ": the file has no `tiers`"
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+_REDIS = ("redis://", "rediss://", "unix://")
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -121,6 +123,8 @@ def _access(config: GatewayConfig) -> Iterator[Problem]:
         if not _ORIGIN.fullmatch(origin):
             message = "should be * or an origin such as https://example.org, without a path"
             yield ("access", "cors_origins", i), message
+    if access.shared is not None:
+        yield from _shared(access.shared, access.usage_file)
     if admin.sha256 in digests:
         yield ("admin", "sha256"), "is also the key of a client, who would administer"
     if admin.port and (admin.host, admin.port) == (listen.host, listen.port):
@@ -128,6 +132,16 @@ def _access(config: GatewayConfig) -> Iterator[Problem]:
     endpoint = config.traces.endpoint
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         yield ("traces", "endpoint"), "must start with http:// or https://"
+
+
+def _shared(shared: SharedConfig, usage_file: Path | None) -> Iterator[Problem]:
+    loc: Loc = ("access", "shared")
+    if not shared.url.startswith(_REDIS):
+        yield (*loc, "url"), "should be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+    if shared.when_lost == "share" and shared.replicas is None:
+        yield (*loc, "replicas"), "missing: `when_lost: share` needs the number of gateways"
+    if usage_file is not None:
+        yield ("access", "usage_file"), "leave it out: with `shared`, Redis keeps the quotas"
 
 
 def _names(config: GatewayConfig) -> Iterator[Problem]:

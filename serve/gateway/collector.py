@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from octet import __version__
+from serve.access.keys import Keys
 from serve.admission.admission import Admission
 from serve.admission.token_gate import Gate
 from serve.members.member import Member
@@ -99,6 +100,8 @@ class Shown(Protocol):
     @property
     def admission(self) -> Admission: ...
     @property
+    def keys(self) -> Keys: ...
+    @property
     def ready(self) -> bool: ...
 
 
@@ -138,6 +141,7 @@ class GatewayCollector(Collector):
             "octet_ready", "1 if new requests are accepted and a backend serves.", gateway.ready
         )
         yield self._tiers()
+        yield from self._shared_limits()
         yield from self._queues()
         yield from self._backends()
         yield from self._proofs()
@@ -153,6 +157,27 @@ class GatewayCollector(Collector):
                 for pool, fitting in tier.fitting().items():
                     fits.add_metric((route.name, tier.name, pool), fitting)
         return fits
+
+    def _shared_limits(self) -> Iterator[Metric]:
+        shared = self.gateway.keys.shared
+        if shared is None:
+            return
+        yield GaugeMetricFamily(
+            "octet_shared_limits_up",
+            "1 if Redis counts the keys' limits; 0 if access.shared.when_lost applies.",
+            shared.up,
+        )
+        yield GaugeMetricFamily(
+            "octet_shared_limits_gateways", "Gateways that report to Redis.", shared.gateways
+        )
+        yield CounterMetricFamily(
+            "octet_shared_limits_losses", "Times that Redis was lost.", shared.losses
+        )
+        yield CounterMetricFamily(
+            "octet_shared_limits_alone",
+            "Requests of keys with limits that were decided without Redis.",
+            shared.alone,
+        )
 
     def _queues(self) -> Iterator[Metric]:
         gates = self.gateway.admission.gates

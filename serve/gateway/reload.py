@@ -23,7 +23,10 @@ __all__ = ["Change", "reload", "reload_from"]
 _log = logging.getLogger(__name__)
 
 # Settings that are read only at the start; a dot separates a section from its field.
-AT_START_ONLY = ("listen", "admin.host", "admin.port", "access.cors_origins", "logs", "traces")
+AT_START_ONLY = (
+    *("listen", "admin.host", "admin.port", "access.cors_origins", "access.shared"),
+    *("logs", "traces"),
+)
 
 
 async def reload_from(gateway: Gateway, path: Path | None) -> dict[str, Any]:

@@ -73,12 +73,15 @@ class Gateway:
     Call `start` before the first request and `close` after the last.
     """
 
-    def __init__(self, config: GatewayConfig, pools: dict[str, Pool]) -> None:
+    def __init__(
+        self, config: GatewayConfig, pools: dict[str, Pool], *, processes: int = 1
+    ) -> None:
+        """`processes` of one machine serve this configuration: see serve/workers.py."""
         self.config = config
         self.pools = pools
         routes = Routes.from_config(config, pools)
         self.epoch = Epoch(config, routes, Keys.from_config(config.access))
-        self.admission = Admission(config.limits)
+        self.admission = Admission(config.limits, processes=processes)
         self.metrics = Metrics()
         self.metrics.registry.register(GatewayCollector(self))
         self.recent = Recent(self)
@@ -99,14 +102,14 @@ class Gateway:
         self._drain_until = 0.0
 
     @classmethod
-    def from_config(cls, config: GatewayConfig) -> Self:
+    def from_config(cls, config: GatewayConfig, *, processes: int = 1) -> Self:
         """Raises OctetError if a backend's library, files or key are missing."""
         pools = {}
         for name, pool in config.all_pools.items():
             if models := config.models_of(name):
                 dormant = name in config.one_at_a_time
                 pools[name] = Pool.from_config(name, pool, models[0], dormant=dormant)
-        return cls(config, pools)
+        return cls(config, pools, processes=processes)
 
     @property
     def routes(self) -> Routes:
@@ -153,6 +156,8 @@ class Gateway:
         Raises the OctetError of the first backend that can never work.
         """
         try:
+            if self.keys.shared is not None:
+                await self.keys.shared.start()
             await all_of(pool.start(patience_s=patience_s) for pool in self.pools.values())
             await all_of(discovery.start() for discovery in self.discoveries)
         except BaseException:
@@ -173,6 +178,8 @@ class Gateway:
         await asyncio.gather(*tasks, return_exceptions=True)
         await all_of(discovery.close() for discovery in self.discoveries)
         await all_of(map(_closed, [*self.pools.values(), *self.finishing]))
+        if self.keys.shared is not None:
+            await self.keys.shared.close()
         await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

@@ -41,6 +41,7 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
     last_reload = gateway.last_reload
     if last_reload is not None and not addresses:
         last_reload = {"at": last_reload["at"], "outcome": last_reload["outcome"]}
+    shared = gateway.keys.shared
     return {
         "version": __version__,
         "unproven_pools": [name for name, pool in gateway.pools.items() if pool.unproven],
@@ -49,6 +50,7 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
         "draining": gateway.draining,
         "requests": gateway.running,
         "memory": admission["memory"],
+        "shared_limits": None if shared is None else shared.status(addresses=addresses),
         "models": {
             name: _model(name, model, gateway.routes.resolve(name))
             for name, model in gateway.config.models.items()

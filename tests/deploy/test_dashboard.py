@@ -13,7 +13,9 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 
 from octet.errors import BackendError
+from serve.access.shared import SharedLimits
 from serve.backends.base import LoadReport
+from serve.config import SharedConfig
 from serve.members.proof_state import MemberProof
 from tests.deploy.conftest import DEPLOY
 from tests.serve.proof.exams import verdict
@@ -50,6 +52,7 @@ def samples() -> dict[str, set[str]]:
     member.proof = MemberProof("golden records", "a" * 64, time.monotonic)
     member.proof.verdict = verdict("as_expected")
     member.proof.probed("as_expected")
+    gateway.keys.shared = SharedLimits(SharedConfig(url="redis://127.0.0.1"))
     gateway.admission.rejections["main", "queue_full"] += 1
     gateway.admission.gates["main"] = gateway.admission._gate(gateway.pools["main"])
     found = {
@@ -133,6 +136,10 @@ def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, se
         "octet_build_info",
         "octet_pool_ready",
         "octet_reloads_total",
+        "octet_shared_limits_alone_total",  # only with access.shared; an alert tells of a loss
+        "octet_shared_limits_gateways",
+        "octet_shared_limits_losses_total",
+        "octet_shared_limits_up",
         "octet_shadow_requests_total",
         "octet_uncounted_streams_total",  # the estimated tokens are
     }

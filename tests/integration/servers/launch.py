@@ -1,4 +1,4 @@
-"""The real vLLM and the real Triton on 127.0.0.1.
+"""The real vLLM, the real Triton, a real Redis and the gateway on 127.0.0.1.
 
     with VllmServer(model=checkpoint, log=log) as server:
         ...  # requests go to server.url
@@ -9,6 +9,7 @@ Leaving the block ends every process of the server; one that does not become rea
 
 import json
 import os
+import socket
 import sys
 import urllib.error
 import urllib.request
@@ -19,7 +20,14 @@ from typing import Literal
 from tests.integration.servers import layout
 from tests.integration.servers.process import Server, ServerFailed, free_port
 
-__all__ = ["GatewayServer", "ServerFailed", "TritonServer", "VllmServer", "cpu_flags"]
+__all__ = [
+    "GatewayServer",
+    "RedisServer",
+    "ServerFailed",
+    "TritonServer",
+    "VllmServer",
+    "cpu_flags",
+]
 
 
 @dataclass(kw_only=True)
@@ -167,6 +175,33 @@ class GatewayServer(Server):
 
     def command(self) -> list[str]:
         return [sys.executable, "-m", "octet", "serve", "--config", str(self.config)]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+@dataclass(kw_only=True)
+class RedisServer(Server):
+    """The system's redis-server, which keeps nothing on disk."""
+
+    ready_seconds: float = 60.0
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def ready(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+    def command(self) -> list[str]:
+        memory = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction")
+        return ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), *memory]
 
     def environment(self) -> dict[str, str]:
         return {}

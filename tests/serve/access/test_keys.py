@@ -138,10 +138,10 @@ def test_a_key_without_a_list_may_use_every_model_and_an_empty_one_none() -> Non
         Keys([entry(models=())]).authenticate(header).require_model(Route("any"))
 
 
-def test_a_reload_forgets_nothing_that_was_spent() -> None:
+async def test_a_reload_forgets_nothing_that_was_spent() -> None:
     header = b"Bearer octet-secret"
     before = Keys([entry(requests_per_minute=2, max_in_flight=9)])
-    before.authenticate(header).charge(10)
+    await before.authenticate(header).charge(10)
     after = Keys([entry(requests_per_minute=3), entry("new", "octet-new")], before=before)
     who = after.authenticate(header)
     assert who.headers()["x-ratelimit-remaining-requests"] == "2"
@@ -149,10 +149,10 @@ def test_a_reload_forgets_nothing_that_was_spent() -> None:
     assert before.authenticate(header).headers()["x-ratelimit-remaining-requests"] == "1"
 
 
-def test_quotas_are_remembered_by_the_file(tmp_path: Path) -> None:
+async def test_quotas_are_remembered_by_the_file(tmp_path: Path) -> None:
     access = Access(keys=(entry(tokens_per_day=100),), usage_file=tmp_path / "usage.json")
     keys = Keys.from_config(access)
-    charge = keys.authenticate(b"Bearer octet-secret").charge(60)
+    charge = await keys.authenticate(b"Bearer octet-secret").charge(60)
     assert charge is not None
     charge.release()
     keys.close()
@@ -160,7 +160,7 @@ def test_quotas_are_remembered_by_the_file(tmp_path: Path) -> None:
     moved = access.model_copy(update={"usage_file": tmp_path / "moved.json"})
     for again in (Keys.from_config(access), Keys.from_config(moved, before=keys)):
         with pytest.raises(RequestError, match="40 of today's 100 tokens are left"):
-            again.authenticate(b"Bearer octet-secret").charge(60)
+            await again.authenticate(b"Bearer octet-secret").charge(60)
 
 
 def test_an_empty_keys_file_does_not_open_the_door(tmp_path: Path) -> None:

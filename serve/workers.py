@@ -1,0 +1,243 @@
+"""`octet serve --workers N`: several gateway processes on one port, started again if they end.
+
+Each is a gateway of its own, with its own proofs, queues and metrics. The kernel spreads the
+connections over them (SO_REUSEPORT). This process binds the sockets, so that a worker that is
+started again finds the connections that waited for it; it forwards signals, and serves nothing.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from octet.errors import ConfigError, OctetError
+from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
+from serve.config.checks import load_config
+from serve.gateway.state import Gateway
+from serve.run import FORCED, bind, prepared, serve_until_signal
+from serve.telemetry.logs import logging_to, say
+
+__all__ = ["main", "run_workers"]
+
+POLL_S = 0.1
+RESTART_S = 1.0  # from the end of a worker until the next
+# A worker finds its modules where this process found them, and none in the working directory.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import serve.workers as w; w.main()"
+)
+
+
+def run_workers(
+    settings: GatewayConfig,
+    count: int,
+    *,
+    config: Path,
+    host: str | None = None,
+    port: int | None = None,
+    proof: bool = True,
+) -> None:
+    """Serves `settings`, read from `config`, by `count` processes until a signal.
+
+    Administration of worker i is at `admin.port` + i. Raises an OctetError for a configuration that
+    cannot work so; exits 1 if requests were cut short, or with the code of a worker that cannot
+    start.
+    """
+    settings = prepared(settings, host=host, port=port, proof=proof)
+    for problem in _problems(settings, count):
+        raise ConfigError(f"configuration {config}: {problem}")
+    Gateway.from_config(settings)  # raises what each worker would raise
+    with contextlib.ExitStack() as stack:
+        listen, admin = settings.listen, settings.admin
+        with bind(listen.host, listen.port) as first:  # fails where others could join silently
+            free = first.getsockname()[1]
+        workers = []
+        for i in range(count):
+            listener = stack.enter_context(bind(listen.host, free, shared=True))
+            assert admin.port is not None
+            at = admin.port + i if admin.port else 0
+            admin_listener = stack.enter_context(bind(admin.host, at))
+            workers.append(_Worker(listener, admin_listener, (config, proof, count)))
+        code = _Supervisor(workers, settings).run()
+    if code:
+        sys.exit(code)
+
+
+def _problems(settings: GatewayConfig, count: int) -> Iterator[str]:
+    """Yields why several processes cannot serve `settings`."""
+    access = settings.access
+    for name, pool in settings.all_pools.items():
+        if any(isinstance(backend, EmbeddedConfig | ManagedConfig) for backend in pool.backends):
+            yield (
+                f"pool {name}: --workers {count} would start its engine {count} times; give the "
+                "`url` of a server that runs already"
+            )
+    if access.shared is None and any(key.limited for key in access.keys):
+        yield f"access.shared: missing: each of {count} workers would give a key its whole limits"
+    replicas = access.shared.replicas if access.shared else None
+    if replicas is not None and replicas < count:
+        yield f"access.shared.replicas: is {replicas}; count all {count} workers of each gateway"
+    if settings.admin.port is None:
+        yield "admin.port: missing: each worker has /status and /metrics of its own, from there on"
+    elif settings.admin.port + count > 65536:
+        yield f"admin.port: leaves no port for the last of {count} workers"
+
+
+class _Worker:
+    """One place for a process: its sockets, and the process that has them."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        admin_listener: socket.socket,
+        settings: tuple[Path, bool, int],
+    ) -> None:
+        self.listener = listener
+        self.started = False
+        self.restart_at = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._admin_listener = admin_listener
+        self._settings = settings
+        self._channel: socket.socket | None = None  # that it writes to when it serves
+
+    def start(self) -> None:
+        self.close()
+        self._channel, theirs = socket.socketpair()
+        self._channel.setblocking(False)
+        self.started = False
+        config, proof, count = self._settings
+        fds = [one.fileno() for one in (self.listener, self._admin_listener, theirs)]
+        given = json.dumps([str(config), proof, count, *fds])
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, given, json.dumps(sys.path)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C reaches it once, from us
+            )
+
+    def poll(self) -> int | None:
+        """Returns the exit code of the process, if it has ended."""
+        assert self.process is not None and self._channel is not None
+        with contextlib.suppress(BlockingIOError):
+            self.started |= bool(self._channel.recv(1))
+        return self.process.poll()
+
+    def send(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+class _Supervisor:
+    """Starts the workers, forwards signals to them, and starts again those that end."""
+
+    def __init__(self, workers: list[_Worker], settings: GatewayConfig) -> None:
+        self._workers = workers
+        self._logs = settings.logs
+        self._stopping = False
+        self._code = 0
+
+    def run(self) -> int:
+        """Returns the exit code once no worker is left."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        signal.signal(signal.SIGHUP, self._forward)
+        running = list(self._workers)
+        first, *others = running
+        first.start()
+        for worker in others:  # after the first, so that what none can use is one error
+            worker.restart_at = math.inf
+        try:
+            while running:
+                time.sleep(POLL_S)
+                if first.started:
+                    for worker in others:
+                        worker.restart_at = min(worker.restart_at, time.monotonic())
+                    others = []
+                running = [worker for worker in running if not self._ended(worker)]
+        finally:
+            for worker in self._workers:
+                worker.close()  # which also ends one that still runs
+        return self._code
+
+    def _ended(self, worker: _Worker) -> bool:
+        """Decides whether the worker has ended for good; starts it again otherwise."""
+        if worker.restart_at:
+            if self._stopping:
+                return True
+            if time.monotonic() >= worker.restart_at:
+                worker.restart_at = 0.0
+                worker.start()
+            return False
+        code = worker.poll()
+        if code is None:
+            return False
+        if self._stopping:
+            self._code = max(self._code, code if code >= 0 else FORCED)
+            worker.listener.close()
+            return True
+        if not worker.started:  # it would not start the next time either
+            self._code = max(code, FORCED)
+            self._stop(signal.SIGTERM)
+            return True
+        which = self._workers.index(worker)
+        line = f"worker {which} ended with code {code}; it is started again"
+        say(f"warning: {line}", self._logs, logging.WARNING)
+        worker.restart_at = time.monotonic() + RESTART_S
+        return False
+
+    def _stop(self, number: int, _frame: FrameType | None = None) -> None:
+        self._stopping = True
+        self._forward(number)
+
+    def _forward(self, number: int, _frame: FrameType | None = None) -> None:
+        for worker in self._workers:
+            worker.send(number)
+
+
+def main() -> None:
+    """Runs one worker: the argument is what `_Worker.start` gives."""
+    config, proof, count, listener, admin_listener, channel = json.loads(sys.argv[1])
+    parent = socket.socket(fileno=channel)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+    def started() -> None:
+        parent.send(b"s")
+
+    try:
+        settings = load_config(Path(config))
+        settings = settings if proof else settings.without_proof()
+        with logging_to(settings.logs):
+            gateway = Gateway.from_config(settings, processes=count)
+            gateway.path, gateway.proves = Path(config), proof
+            clean = serve_until_signal(
+                gateway,
+                socket.socket(fileno=listener),
+                socket.socket(fileno=admin_listener),
+                started,
+            )
+    except OctetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    if not clean:
+        sys.exit(FORCED)
+
+
+def _end_with(parent: socket.socket) -> None:
+    """Drains when the parent has gone, which then cannot send a signal."""
+    with contextlib.suppress(OSError):
+        parent.recv(1)
+    os.kill(os.getpid(), signal.SIGTERM)

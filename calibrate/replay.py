@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.decoder.loading import ComputeDtype, resolve_dtype
+from calibrate.decoder.loading import ComputeDtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights
 from calibrate.observe.histogram import Histogram
@@ -58,10 +58,9 @@ def replay(
     require_runnable(checkpoint)
     static = _static_tensors(origin, delayed)
     tensors = {name: tensor for name, (_, tensor) in static.items()}
-    runner = _Runner(checkpoint, origin, stream, options)
-    costs = (
-        RuleCosts(checkpoint, origin, runner.dtype, runner.device) if options.divergence else None
-    )
+    dtype, device = _dtype_of(origin), _device(options)
+    costs = RuleCosts(checkpoint, origin, dtype, device) if options.divergence else None
+    runner = _Runner(checkpoint, origin, stream, options, dtype, device)  # in what memory is left
     domains = dict.fromkeys(stream.samples, DomainCounts())
     with progress_bar(console, "Replay", sum(stream.samples.values()), "samples") as advance:
         for steps in _windows(stream, options.batch_size):
@@ -141,16 +140,18 @@ class _Runner:
     """Makes a batch of each step, and counts the activations of the model on batches."""
 
     def __init__(
-        self, checkpoint: Checkpoint, origin: Calibration, stream: Stream, options: ReplayOptions
+        self,
+        checkpoint: Checkpoint,
+        origin: Calibration,
+        stream: Stream,
+        options: ReplayOptions,
+        dtype: ComputeDtype,
+        device: torch.device,
     ) -> None:
         self._checkpoint, self._stream = checkpoint, stream
-        self.dtype = _dtype_of(origin, checkpoint)
+        self._dtype, self._device = dtype, device
         self._queries = any(x.kind == "query" for x in origin.observations.values())
-        name = options.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(name)
-        self._weights = LayerWeights(checkpoint, self.device)
+        self._weights = LayerWeights(checkpoint, device)
         first = [sample for _, sample in islice(stream.read(), _COMPARED)]
         self._tokenizer, self._warnings = tokenizer_as_served(
             load_tokenizer(checkpoint), checkpoint, first
@@ -179,8 +180,8 @@ class _Runner:
         return observe_checkpoint(
             self._checkpoint,
             batches,
-            dtype=self.dtype,
-            device=self.device,
+            dtype=self._dtype,
+            device=self._device,
             weights=self._weights,
             queries=self._queries,
             advance=Spread(advance, samples, tokens).step,
@@ -198,9 +199,19 @@ class _Runner:
         return tuple(notes)
 
 
-def _dtype_of(origin: Calibration, checkpoint: Checkpoint) -> ComputeDtype:
+def _device(options: ReplayOptions) -> torch.device:
+    """Raises ConfigError if a GPU is wanted and there is none."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: torch finds no GPU; give --device cpu, or install NVIDIA's driver"
+            " and a torch built for CUDA"
+        )
+    if options.device != "auto":
+        return torch.device(options.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype_of(origin: Calibration) -> ComputeDtype:
     """Returns the arithmetic of the calibration."""
     observed = next(iter(origin.observations.values())).observed_dtype
-    if observed == "float32" or observed == "bfloat16":
-        return "float32" if observed == "float32" else "bfloat16"
-    return resolve_dtype("auto", checkpoint)
+    return "float32" if observed == "float32" else "bfloat16"

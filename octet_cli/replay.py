@@ -25,13 +25,11 @@ def replay(
     ] = 1024,
     algorithm: Annotated[
         Literal["max", "most_recent"],
-        typer.Option(help="The largest magnitude of those that sets the next scale."),
+        typer.Option(help="The step of those that sets the next scale: the largest, or the last."),
     ] = "max",
     margin: Annotated[
         int,
-        typer.Option(
-            min=0, max=MOST_MARGIN, help="Powers of two of head-room over it, for delayed scaling."
-        ),
+        typer.Option(min=0, max=MOST_MARGIN, help="Powers of two of head-room in delayed scaling."),
     ] = 0,
     model: ModelOption = None,
     text_field: TextField = "text",

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from calibrate.observe.histogram import Histogram
 from calibrate.observe.sweep import observe_checkpoint
@@ -207,6 +208,15 @@ def test_mistakes_end_in_one_line(
     done = octet(*base, *options)
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1 and not done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_named(planted: Path, tmp_path: Path) -> None:
+    stream = write_stream(tmp_path / "s.jsonl", "quiet")
+    base = ("replay", planted / "calibration", "--model", planted / "model", "--samples", stream)
+    done = octet(*base, "--device", "cuda")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "--device cuda: torch finds no GPU" in done.stderr
 
 
 def test_a_recipe_without_static_scales_is_refused(planted: Path, tmp_path: Path) -> None:

@@ -177,9 +177,9 @@ def validate_replay(options: ReplayOptions) -> tuple[Checkpoint, Stream]:
     manifest = Manifest.load(options.calibration, "calibration", verify=False)
     if not manifest.recipe.has_static_scales:
         raise ConfigError(
-            f"{options.calibration}: recipe {manifest.recipe.name} has no static scale of"
-            " activations; they are computed at run time, and no stream outgrows them. Derive"
-            f" static ones: octet rescale {options.calibration} --recipe fp8-static -o static"
+            f"{options.calibration}: recipe {manifest.recipe.name} scales activations at run time,"
+            " per token or group, which a histogram cannot judge. Derive static scales:"
+            f" octet rescale {options.calibration} --recipe fp8-static -o static"
         )
     checkpoint = Checkpoint.open(source_of(options.calibration, manifest, options.model))
     check_tokenizer_files(checkpoint)

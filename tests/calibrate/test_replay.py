@@ -210,6 +210,12 @@ def test_mistakes_end_in_one_line(
     assert len(done.stderr.splitlines()) == 1 and not done.stdout
 
 
+def test_the_calibration_report_leads_to_it(planted: Path) -> None:
+    for name in ("report.json", "report.html"):
+        text = (planted / "calibration" / name).read_text()
+        assert "`octet replay` shows what other text does to static scales" in text
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_named(planted: Path, tmp_path: Path) -> None:
     stream = write_stream(tmp_path / "s.jsonl", "quiet")
@@ -237,7 +243,7 @@ def test_a_recipe_without_static_scales_is_refused(planted: Path, tmp_path: Path
     base = ("--model", planted / "model", "--samples", stream)
     done = octet("replay", tmp_path / "dynamic", *base)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "recipe fp8 has no static scale of activations" in done.stderr
+    assert "recipe fp8 scales activations at run time, per token or group" in done.stderr
     assert f"octet rescale {tmp_path / 'dynamic'} --recipe fp8-static" in done.stderr
     done = octet(
         "rescale",

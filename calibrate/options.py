@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from calibrate.quality.gate import Gate
 from calibrate.quality.refused import check_refused, refused_directory
+from calibrate.samples.sample import Fields
 from calibrate.samples.source import Sampling
+from calibrate.samples.stream import Stream, open_stream
 from calibrate.samples.tokens import check_tokenizer_files
 from octet.artifacts.manifest import Manifest, check_destination
 from octet.errors import ArtifactError, ConfigError, UnsupportedError
@@ -17,7 +19,16 @@ from octet.model.checkpoint import Checkpoint
 from octet.model.gpt_oss import refuse_gpt_oss
 from octet.recipe import Recipe
 
-__all__ = ["Options", "Trainable", "Training", "source_of", "validate", "validate_rescale"]
+__all__ = [
+    "Options",
+    "ReplayOptions",
+    "Trainable",
+    "Training",
+    "source_of",
+    "validate",
+    "validate_replay",
+    "validate_rescale",
+]
 
 Trainable = Literal["weights", "norms"]
 
@@ -85,6 +96,24 @@ class Options(Sampling):
         return self.out.absolute().with_name(f"{self.out.name}.progress")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """The options of `octet replay`: a calibration, a stream, and the rule of delayed scaling."""
+
+    calibration: Path
+    samples: Path
+    history: int = 1024  # steps
+    algorithm: Literal["max", "most_recent"] = "max"
+    margin: int = 0  # powers of two
+    model: Path | None = None  # in place of the path that the calibration recorded
+    text_field: str = "text"
+    messages_field: str = "messages"
+    max_length: int = 512  # tokens of a sample, at most
+    batch_size: int = 8  # samples of a step
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    divergence: bool = False  # measure that of each rule, with the whole model in memory
+
+
 def validate(options: Options) -> Checkpoint:
     """Opens the checkpoint; raises a subclass of OctetError for an option that cannot work.
 
@@ -145,6 +174,30 @@ def validate_rescale(
         gate.check_spec(checkpoint.spec, calibration)
         check_refused(refused_directory(out))
     return checkpoint
+
+
+def validate_replay(options: ReplayOptions) -> tuple[Checkpoint, Stream]:
+    """Opens the checkpoint that the calibration is of, and reads the stream once, line by line.
+
+    Raises ConfigError for a recipe whose activations and cache have no static scale.
+    """
+    manifest = Manifest.load(options.calibration, "calibration", verify=False)
+    if not manifest.recipe.has_static_scales:
+        raise ConfigError(
+            f"{options.calibration}: recipe {manifest.recipe.name} scales activations at run time,"
+            " per token or group, which a histogram cannot judge. Derive static scales:"
+            f" octet rescale {options.calibration} --recipe fp8-static -o static"
+        )
+    checkpoint = Checkpoint.open(source_of(options.calibration, manifest, options.model))
+    check_tokenizer_files(checkpoint)
+    if options.divergence and checkpoint.spec.generic:
+        raise UnsupportedError(
+            f"{checkpoint.path}: --divergence works on logits as a known architecture makes them,"
+            f" and {checkpoint.spec.architecture} is none; replay without"
+        )
+    return checkpoint, open_stream(
+        options.samples, Fields(options.text_field, options.messages_field)
+    )
 
 
 def source_of(calibration: Path, manifest: Manifest, model: Path | None) -> Path:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from octet.errors import ConfigError, nearest
 
-__all__ = ["PRESETS", "Granularity", "Override", "Recipe", "TensorScheme"]
+__all__ = ["MOST_MARGIN", "PRESETS", "Granularity", "Override", "Recipe", "TensorScheme"]
 
 Granularity = Literal["tensor", "channel", "token", "block", "group"]
 ScaleMethod = Literal["max", "mse", "four_six", "percentile", "kl"]
@@ -27,6 +27,7 @@ _SERVED = (
     ("block", "tensor"),
     ("group", "group"),
 )
+MOST_MARGIN = 8  # powers of two: more would leave E4M3 less than half of its 18 octaves
 BLOCK = 128  # elements: the edge of `block` weights, and the group of their activations
 
 # Element format and scale format -> the group size that hardware supports.
@@ -46,6 +47,9 @@ class TensorScheme(BaseModel):
     stored: float32; e8m0, powers of two (MX formats); or e4m3 (NVFP4). With e4m3 there are two
     levels, `real = stored * scale * global_scale`, with one float32 global scale per tensor, which
     is static even if the group scales are dynamic.
+
+    `margin` is head-room of a static activation scale, in powers of two, as Transformer Engine
+    defines it: values up to 2^margin times the largest of the samples do not saturate.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,6 +61,7 @@ class TensorScheme(BaseModel):
     scale_format: Literal["float32", "e8m0", "e4m3"] = "float32"
     method: ScaleMethod = "max"
     percentile: float = 99.99
+    margin: int = Field(default=0, ge=0, le=MOST_MARGIN)
 
     @property
     def kind(self) -> SchemeKind:
@@ -108,6 +113,8 @@ class TensorScheme(BaseModel):
             raise ValueError(f"method '{self.method}' is for static scales; dynamic ones are max")
         if self.method == "four_six" and not self.two_level:
             raise ValueError("method four_six is for e2m1 with e4m3 scales (NVFP4) alone")
+        if self.margin and (self.dynamic or self.method != "max"):
+            raise ValueError("margin is for static activation scales of method max")
         if not 50.0 < self.percentile <= 100.0:
             raise ValueError("percentile must be above 50 and at most 100")
         return self
@@ -156,8 +163,16 @@ class Recipe(BaseModel):
 
         An E5M2 cache has one only where it could not be folded into the weights.
         """
-        inputs = (self.activations, *(override.activations for override in self.overrides))
-        return self.kv_cache == "e4m3" or any(not x.dynamic or x.two_level for x in inputs)
+        return self.has_static_scales or any(scheme.two_level for scheme in self._inputs)
+
+    @property
+    def has_static_scales(self) -> bool:
+        """True if static scales of activations, or of an E4M3 cache, come from the samples."""
+        return self.kv_cache == "e4m3" or any(not scheme.dynamic for scheme in self._inputs)
+
+    @property
+    def _inputs(self) -> tuple[TensorScheme, ...]:
+        return (self.activations, *(override.activations for override in self.overrides))
 
     @property
     def weighs_inputs(self) -> bool:
@@ -235,6 +250,8 @@ class Recipe(BaseModel):
 def _check_pair(weights: TensorScheme, activations: TensorScheme) -> None:
     if weights.dynamic or weights.granularity == "token":
         raise ValueError("weights are quantized once, at export: dynamic must be false")
+    if weights.margin:
+        raise ValueError("margin is for activations: weights do not change, and need no head-room")
     pair = (weights.granularity, activations.granularity)
     if pair not in _SERVED:
         known = ", ".join(f"{w} with {a}" for w, a in _SERVED)

@@ -34,6 +34,10 @@ EXAMPLES = {
         "octet recover calibration --samples samples.jsonl --held-out heldout.jsonl -o recovered",
         "octet recover calibration --samples samples.jsonl --train norms --epochs 4 -o recovered",
     ),
+    "replay": (
+        "octet replay calibration --samples stream.jsonl",
+        "octet replay calibration --samples stream.jsonl --history 16 --margin 1 -o replay.html",
+    ),
     "export": (
         "octet export checkpoint calibration --out checkpoint",
         "octet export onnx calibration --out onnx",

@@ -27,6 +27,7 @@ from octet_cli.keys import keys
 from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
 from octet_cli.plan import plan
 from octet_cli.prewarm import prewarm
+from octet_cli.replay import replay
 from octet_cli.serve import serve
 from octet_cli.verify import verify
 
@@ -43,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(calibrate, rescale, recover, build_engine, golden, verify),
+    *(calibrate, rescale, recover, replay, build_engine, golden, verify),
     *(evaluate, bench, plan, doctor, prewarm, serve),
 ):
     called = command.__name__.replace("_", "-")

@@ -83,4 +83,4 @@ def _label(scheme: tuple[TensorScheme, TensorScheme] | None) -> str:
 
 
 def _plain(scheme: TensorScheme) -> TensorScheme:
-    return scheme.model_copy(update={"method": "max", "percentile": 99.99})
+    return scheme.model_copy(update={"method": "max", "percentile": 99.99, "margin": 0})

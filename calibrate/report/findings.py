@@ -131,12 +131,14 @@ def find_unknown(
                 "calibrate from the samples again",
             )
         )
+    static = any(x.chosen is not None and x.format == "e4m3" for x in tensors.values())
     unknown.append(
         Unknown(
             "inputs unlike these samples",
             "all figures are of this set; longer contexts, other languages or other tasks can"
             " reach values that it does not",
-            f"{'train' if trained else 'calibrate'} on samples of the traffic to be served",
+            f"{'train' if trained else 'calibrate'} on samples of the traffic to be served"
+            + ("; `octet replay` shows what other text does to static scales" if static else ""),
         )
     )
     return unknown
@@ -312,7 +314,7 @@ def _clipped(
     worse = [
         (tensor.methods["max"].sqnr_db - tensor.chosen.sqnr_db, name)
         for name, tensor in tensors.items()
-        if tensor.kind == "input" and tensor.chosen is not None
+        if tensor.kind == "input" and tensor.chosen is not None and tensor.chosen.saturated
     ]
     worse = [item for item in worse if item[0] > _COSTLY_DB]
     if not worse:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from calibrate.samples.parquet import read_arrow, read_parquet, shards
 from calibrate.samples.sample import Fields, Sample, kind_of, sample_of
@@ -30,6 +30,7 @@ __all__ = [
     "Source",
     "load_samples",
     "open_source",
+    "read_records",
     "require_enough",
 ]
 
@@ -148,6 +149,16 @@ def _open_directory(path: Path, fields: Fields) -> Source:
 
 
 def _read_jsonl(path: Path, fields: Fields, name: str) -> Iterator[Sample]:
+    for record, where, origin in read_records(path, name):
+        yield sample_of(record, fields, where, origin)
+
+
+def read_records(path: Path, name: str) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yields the object on each line of a JSONL file that is not blank, as it is read.
+
+    Its place comes as the beginning of an error, and as the origin of a sample: "`name`, line 3".
+    Raises SampleError for a line that is no JSON object.
+    """
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -160,7 +171,7 @@ def _read_jsonl(path: Path, fields: Fields, name: str) -> Iterator[Sample]:
             ) from None
         if not isinstance(record, dict):
             raise SampleError(f"{where}: a JSON {kind_of(record)}; each line must be an object")
-        yield sample_of(record, fields, where, f"{name}, line {number}")
+        yield record, where, f"{name}, line {number}"
 
 
 def _why(error: Exception) -> str:

@@ -17,7 +17,7 @@ values underflow, and it saturates the outliers that carry the error. `max` is n
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,17 @@ from octet.numerics.formats import Format, encode, round_to
 from octet.numerics.scaling import scale_from_absmax
 from octet.recipe import ScaleMethod
 
-__all__ = ["METHODS", "Quality", "divergence", "find_scale", "measure", "squared_error"]
+__all__ = [
+    "METHODS",
+    "Effect",
+    "Quality",
+    "divergence",
+    "effect",
+    "find_scale",
+    "measure",
+    "scale_of",
+    "squared_error",
+]
 
 METHODS: tuple[ScaleMethod, ...] = ("max", "mse", "percentile", "kl")
 
@@ -59,16 +69,53 @@ class Quality:
     underflow: float
 
 
+@dataclass(frozen=True)
+class Effect:
+    """What a scale does to `elements` of a tensor, as sums that add up over steps.
+
+    `saturated` and `underflow` count elements as `Quality` does. `noise` is the sum of squared
+    errors, `power` that of squares.
+    """
+
+    elements: int = 0
+    saturated: int = 0
+    underflow: int = 0
+    noise: float = 0.0
+    power: float = 0.0
+
+    def __add__(self, other: Self) -> "Effect":
+        return Effect(
+            self.elements + other.elements,
+            self.saturated + other.saturated,
+            self.underflow + other.underflow,
+            self.noise + other.noise,
+            self.power + other.power,
+        )
+
+    @property
+    def relative_error(self) -> float:
+        """The squared error relative to the squares; 0 for a tensor of zeros."""
+        return self.noise / self.power if self.power > 0 else 0.0
+
+
 def find_scale(
-    histogram: Histogram, fmt: Format, method: ScaleMethod, *, percentile: float = 99.99
+    histogram: Histogram,
+    fmt: Format,
+    method: ScaleMethod,
+    *,
+    percentile: float = 99.99,
+    margin: int = 0,
 ) -> float:
-    """Returns the scale by `method`, a float32 value; 1.0 for a tensor of zeros."""
-    largest = _scale_of(histogram.absmax, fmt)
+    """Returns the scale by `method`, a float32 value; 1.0 for a tensor of zeros.
+
+    `margin` is for `max`: head-room, see `scale_of`.
+    """
+    largest = scale_of(histogram.absmax, fmt)
     if histogram.absmax == 0 or method == "max":
-        return largest
+        return scale_of(histogram.absmax, fmt, margin)
     if method == "percentile":
         clipped = histogram.quantile(percentile / 100)
-        return _scale_of(clipped, fmt) if clipped > 0 else largest
+        return scale_of(clipped, fmt) if clipped > 0 else largest
     if method == "kl":
         values, counts, widths = _occupied(histogram)
         ranked = LevelCosts(values, counts)
@@ -103,28 +150,43 @@ def divergence(histogram: Histogram, fmt: Format, scale: float) -> float:
 
 def measure(histogram: Histogram, fmt: Format, scale: float) -> Quality:
     """Measures the effect of `scale` on the finite elements of the tensor."""
-    values, counts = histogram.finite()
-    total = int(counts.sum())
     if histogram.absmax == 0:
         return Quality(scale, np.inf, 0.0, 0.0)
+    found = effect(histogram, fmt, scale)
+    sqnr_db = 10 * np.log10(found.power / found.noise) if found.noise > 0 else np.inf
+    total = found.elements
+    return Quality(scale, float(sqnr_db), found.saturated / total, found.underflow / total)
+
+
+def effect(histogram: Histogram, fmt: Format, scale: float) -> Effect:
+    """Counts what `scale` does to the finite elements of the tensor."""
+    values, counts = histogram.finite()
     wide = values.astype(np.float64)
     rounded = _rounded(values, fmt, scale)
-    noise = float(counts @ (wide - rounded) ** 2)
-    sqnr_db = 10 * np.log10(float(counts @ wide**2) / noise) if noise > 0 else np.inf
     last, largest = formats.grid(fmt)[-2:].astype(np.float64)
-    saturated = int(counts[wide > (largest + (largest - last) / 2) * scale].sum())
-    underflow = int(counts[(values > 0) & (rounded == 0)].sum())
-    return Quality(scale, float(sqnr_db), saturated / total, underflow / total)
+    return Effect(
+        elements=int(counts.sum()),
+        saturated=int(counts[wide > (largest + (largest - last) / 2) * scale].sum()),
+        underflow=int(counts[(values > 0) & (rounded == 0)].sum()),
+        noise=float(counts @ (wide - rounded) ** 2),
+        power=float(counts @ wide**2),
+    )
+
+
+def scale_of(amax: float, fmt: Format, margin: int = 0) -> float:
+    """Returns 2^margin · amax / fmt.max, a float32 value; 1.0 for an amax of 0.
+
+    `margin` is head-room: values up to 2^margin times `amax` do not saturate.
+    """
+    if amax == 0:
+        return 1.0
+    return float(scale_from_absmax(np.asarray(amax, np.float32), fmt)) * 2.0**margin
 
 
 def _rounded(values: NDArray[np.float32], fmt: Format, scale: float) -> NDArray[np.float64]:
     """Computes s·Q(v/s), with the quotient in float32, as kernels do."""
     with np.errstate(over="ignore"):  # an overflow to Inf saturates
         return round_to(values / np.float32(scale), fmt).astype(np.float64) * scale
-
-
-def _scale_of(amax: float, fmt: Format) -> float:
-    return float(scale_from_absmax(np.asarray(amax, np.float32), fmt))
 
 
 def _error_of(histogram: Histogram, fmt: Format) -> Cost:

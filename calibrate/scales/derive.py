@@ -37,6 +37,7 @@ __all__ = [
     "input_scales",
     "kv_scale",
     "kv_scales",
+    "replace_scales",
     "scales_in_use",
     "weight_scales",
 ]
@@ -314,11 +315,27 @@ def scales_in_use(
     """
     used = {}
     for name, observation in observations.items():
-        suffix = _SUFFIXES[observation.kind]
-        for consumer in observation.consumers:
-            if f"{consumer}.{suffix}" in scales:
-                used[name] = float(scales[f"{consumer}.{suffix}"])
+        for key in _keys(observation):
+            if key in scales:
+                used[name] = float(scales[key])
     return used
+
+
+def replace_scales(
+    observations: Mapping[str, Observation],
+    scales: Mapping[str, Float32Array],
+    used: Mapping[str, float],
+) -> dict[str, Float32Array]:
+    """Returns `scales` with those in use replaced by `used`, by observation."""
+    keys = {key: scale for name, scale in used.items() for key in _keys(observations[name])}
+    new = {key: np.asarray(scale, np.float32) for key, scale in keys.items() if key in scales}
+    return {**scales, **new}
+
+
+def _keys(observation: Observation) -> list[str]:
+    """Returns the names under which the static scale of an observed tensor is stored, if any."""
+    suffix = _SUFFIXES[observation.kind]
+    return [f"{consumer}.{suffix}" for consumer in observation.consumers]
 
 
 def _is_finite(part: Tensor) -> bool:
@@ -333,5 +350,7 @@ def _input_scale(histogram: Histogram, scheme: TensorScheme) -> Float32Array:
     fmt = formats.format_named(scheme.format)
     if scheme.two_level:
         return microscaling.global_scale(histogram.absmax, fmt)
-    scale = find_scale(histogram, fmt, scheme.method, percentile=scheme.percentile)
+    scale = find_scale(
+        histogram, fmt, scheme.method, percentile=scheme.percentile, margin=scheme.margin
+    )
     return np.asarray(scale, np.float32)

@@ -64,7 +64,13 @@ class ObservedScheme:
         assert self.scheme is not None
         if self.scheme.two_level:
             return find_scale(histogram, fmt, "max") / formats.E4M3.max
-        return find_scale(histogram, fmt, self.scheme.method, percentile=self.scheme.percentile)
+        return find_scale(
+            histogram,
+            fmt,
+            self.scheme.method,
+            percentile=self.scheme.percentile,
+            margin=self.scheme.margin,
+        )
 
     def __str__(self) -> str:
         if self.query:
@@ -78,7 +84,8 @@ class ObservedScheme:
             return "full precision"
         scheme = self.scheme
         per = _PER.get(scheme.granularity, f"per {scheme.group_size}")
-        when = "at run time" if scheme.dynamic else f"static ({scheme.method})"
+        room = f", margin {scheme.margin}" if scheme.margin else ""
+        when = "at run time" if scheme.dynamic else f"static ({scheme.method}{room})"
         whole = " under one static global scale" if scheme.two_level else ""
         return f"{scheme.format} {per}, {when}{_SCALES[scheme.scale_format]}{whole}"
 

@@ -12,7 +12,6 @@ from octet.plan.vllm_memory import BLOCK, GIB
 
 __all__ = ["render_page", "write_page"]
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
 _WIDTH, _LEFT, _RIGHT = 900, 190, 20
 _BAR, _GAP = 20, 10
 _STYLE = """
@@ -36,30 +35,14 @@ def render_page(plan: Plan) -> str:
     )
     notes = [*options(plan), *(f"left out: {line}" for line in plan.left_out)]
     notes += [BOUND] if any(row.basis == "roofline" for row in plan.rows) else []
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-{page.stylesheet()}{_STYLE}</style>
-</head>
-<body>
-<header><p class="brand">Octet <span>plan</span></p></header>
-<main>
-<section class="card"><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p></section>
-<section><h2>Memory of each GPU, GiB</h2>{_memory_plot(plan, rows)}</section>
-<section><h2>Output tokens/s a GPU</h2>{_speed_plot(rows)}</section>
-<section><h2>All figures</h2>{_table(rows)}</section>
-<section><h2>Options and notes</h2>
-<ul class="warnings">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul></section>
-</main>
-</body>
-</html>
-"""
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    sections = {
+        "Memory of each GPU, GiB": _memory_plot(plan, rows),
+        "Output tokens/s a GPU": _speed_plot(rows),
+        "All figures": _table(rows),
+        "Options and notes": f'<ul class="warnings">{listed}</ul>',
+    }
+    return page.static_page("plan", title, lead, sections, _STYLE)
 
 
 def _label(group: Sequence[Row]) -> str:
@@ -144,7 +127,6 @@ def _table(rows: Sequence[Sequence[Row]]) -> str:
         *("other GiB", "cache GiB", "blocks", "longest context", "largest batch"),
         *("output tokens/s", "from", "$ a million output tokens"),
     )
-    head = "".join(f"<th>{title}</th>" for title in titles)
     body = []
     for group in rows:
         row, memory = group[0], group[0].memory
@@ -160,8 +142,5 @@ def _table(rows: Sequence[Sequence[Row]]) -> str:
             "-" if row.tokens_per_s is None else row.basis,
             cost_of(row) or "-",
         )
-        body.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return (
-        '<div class="scroll" role="region" aria-label="Table of figures" tabindex="0"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
+        body.append(cells)
+    return page.table("Table of figures", titles, body)

@@ -105,3 +105,34 @@ def test_a_scheme_says_its_kind(name: str) -> None:
     recipe = Recipe.load(name)
     kinds = {recipe.weights.kind, recipe.activations.kind}
     assert kinds == {"fp8" if name.startswith("fp8") else name}
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("activations: {granularity: tensor, margin: 9}", "less than or equal to 8"),
+        ("activations: {granularity: tensor, margin: -1}", "greater than or equal to 0"),
+        (
+            "activations: {granularity: tensor, margin: 1, method: mse}",
+            "margin is for static activation scales of method max",
+        ),
+        (
+            "activations: {granularity: token, dynamic: true, margin: 1}",
+            "margin is for static activation scales of method max",
+        ),
+    ],
+)
+def test_a_margin_is_for_static_scales_of_max(part: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"name: r\nweights: {{granularity: tensor}}\n{part}\n")
+    with pytest.raises(ConfigError, match=said):
+        Recipe.load(str(path))
+
+
+def test_weights_need_no_margin(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "name: r\nweights: {granularity: tensor, margin: 1}\nactivations: {granularity: tensor}\n"
+    )
+    with pytest.raises(ConfigError, match="weights do not change, and need no head-room"):
+        Recipe.load(str(path))

@@ -62,7 +62,7 @@ def test_metavars_have_one_style(command: str) -> None:
         if getattr(parameter, "is_flag", False):
             assert metavar == "", parameter.name
         else:
-            styles = r"[A-Z][A-Z|x]*|[a-z0-9-]+(\|[a-z0-9-]+)+"
+            styles = r"[A-Z][A-Z|x]*|[a-z0-9_-]+(\|[a-z0-9_-]+)+"
             assert re.fullmatch(styles, metavar), (parameter.name, metavar)
 
 

@@ -75,9 +75,10 @@ def settings_of(
     if options.way not in (None, "onnx") or options.options:
         raise ConfigError(f"{target}: is an {manifest.kind} export, which vLLM does not serve")
     embedded = EmbeddedConfig(type="embedded", path=target)
-    return GatewayConfig(
-        models={manifest.model.name: ModelConfig(pool=PoolConfig(backends=(embedded,)))}
-    )
+    quantized = manifest.details.get("quantized", True)
+    precision = manifest.recipe.name if quantized else "original"
+    pool = PoolConfig(backends=(embedded,), precision=precision)
+    return GatewayConfig(models={manifest.model.name: ModelConfig(pool=pool)})
 
 
 def takes_vllm(options: Options) -> bool:

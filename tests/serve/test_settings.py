@@ -65,6 +65,16 @@ def test_a_checkpoint_is_one_managed_backend(exports: Path) -> None:
     assert settings.all_pools["m"].proof.activations is None
 
 
+def test_an_onnx_export_names_its_precision(exports: Path, tiny_model: Path) -> None:
+    settings = settings_of(exports / "onnx", None, Options())
+    assert settings.all_pools["m"].precision == "fp8"
+    details = {"target": "onnxruntime", "quantized": False}
+    baseline = write_export(exports / "b", tiny_model, "m", kind="onnx", details=details)
+    assert not baseline.details["quantized"]
+    settings = settings_of(exports / "b", None, Options())
+    assert settings.all_pools["m"].precision == "original"
+
+
 def test_fallback_goes_from_native_to_onnx(exports: Path, tiny_model: Path) -> None:
     settings = settings_of(exports / "checkpoint", None, Options(fallback=True))
     assert ways(settings) == ("native", "weight-only", "original", "onnx")

@@ -59,6 +59,9 @@ MessagesField = Annotated[
 MaxLength = Annotated[int, typer.Option(min=1, help="Tokens in a row, at most.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in a forward pass.")]
 Where = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")]
+Spill = Annotated[
+    Path | None, typer.Option(help="Directory for activations that memory cannot hold.")
+]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Discard what an interrupted run has computed.")
 ]
@@ -120,9 +123,7 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Measure what quantizing each layer costs.")
     ] = False,
-    spill: Annotated[
-        Path | None, typer.Option(help="Directory for activations that memory cannot hold.")
-    ] = None,
+    spill: Spill = None,
     restart: Restart = False,
     allow_few_samples: FewSamples = False,
     predict: Predict = True,
@@ -200,6 +201,7 @@ def recover(
     device: Where = "auto",
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
+    spill: Spill = None,
     restart: Restart = False,
     allow_few_samples: FewSamples = False,
     predict: Predict = True,
@@ -237,6 +239,7 @@ def recover(
             learning_rate=learning_rate,
         ),
         gate=Gate.parse(max_kl, max_ppl_change),
+        spill=spill,
         restart=restart,
         allow_few_samples=allow_few_samples,
         predict=predict,

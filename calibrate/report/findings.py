@@ -99,7 +99,7 @@ def find_unknown(
                 " holds each value alone; shown instead is what one static scale would do",
                 before.format("it")
                 if trained
-                else "measure it by running the model: --sensitivity",
+                else "measure it by running the model: octet calibrate --sensitivity",
                 tuple(names),
             )
         )
@@ -111,7 +111,8 @@ def find_unknown(
                 " together",
                 before.format("each")
                 if trained
-                else "measure each: --sensitivity, or let --budget choose what stays in more bits",
+                else "measure each: octet calibrate --sensitivity, or let its --budget choose what"
+                " stays in more bits",
             )
         )
     elif sensitivity is None:
@@ -120,7 +121,8 @@ def find_unknown(
                 "what these errors do to the model's output",
                 "the quantized model was not simulated; SQNR says how large an error is, not how"
                 " much it matters",
-                "measure it: --sensitivity, or let --budget choose what stays in higher precision",
+                "measure it: octet calibrate --sensitivity, or let its --budget choose what stays"
+                " in higher precision",
             )
         )
     if convergence is None:
@@ -206,10 +208,8 @@ def _all_promoted(budget: Mapping[str, Any] | None) -> list[Finding]:
 
 
 def _remedy(text: str, *, trained: bool) -> str:
-    """Returns a remedy by options of `octet calibrate`, in full where `octet recover` has run."""
-    if not trained:
-        return text
-    return f"Run `octet calibrate` again, and recover from that: {text[0].lower()}{text[1:]}"
+    """Returns a remedy by `octet calibrate`, in full where `octet recover` has run since."""
+    return f"{text.removesuffix('.')}, and recover from that." if trained else text
 
 
 def _costly(
@@ -228,8 +228,8 @@ def _costly(
             f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g}:"
             f" there is a warning over {COSTLY:.0%}",
             _remedy(
-                f"Let --budget ppl={100 * COSTLY:g}% choose what stays in higher precision, or"
-                " choose another recipe or cache.",
+                f"Let octet calibrate --budget ppl={100 * COSTLY:g}% choose what stays in higher"
+                " precision, or choose another recipe or cache.",
                 trained=trained,
             ),
         )
@@ -260,12 +260,12 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool, trained: bool) ->
                 f"{'s' if len(lost) > 1 else ''}, and the small ones are"
                 f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
                 f" {small:.1f} dB (the SQNR of all hides it)",
-                "The large values may stay: the budget is met. --algorithm smoothquant may meet"
-                " it in fewer bytes."
+                "The large values may stay: the budget is met. octet calibrate --algorithm"
+                " smoothquant may meet it in fewer bytes."
                 if met
                 else _remedy(
-                    "Tame the large values with --algorithm smoothquant, or let --budget keep"
-                    " those linears in higher precision.",
+                    "Tame the large values with octet calibrate --algorithm smoothquant, or let its"
+                    " --budget keep those linears in higher precision.",
                     trained=trained,
                 ),
             )
@@ -278,8 +278,8 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool, trained: bool) ->
                 f" small values; the worst is {name} ({small:.1f} dB for the smallest 90 %, if"
                 " every token has one)",
                 _remedy(
-                    "Measure it with --sensitivity; if it matters, use --algorithm smoothquant or"
-                    " --budget.",
+                    "Measure it with octet calibrate --sensitivity; if it matters, use its"
+                    " --algorithm smoothquant or --budget.",
                     trained=trained,
                 ),
             )

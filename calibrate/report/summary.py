@@ -73,7 +73,10 @@ def summarise(
         t.format == "e2m1" and t.sqnr_db is None for t in tensors.values()
     )
     if unmeasured:
-        todo.append("Measure what FP4 inputs do to the output before serving them: --sensitivity.")
+        todo.append(
+            "Measure what FP4 inputs do to the output before serving them:"
+            " octet calibrate --sensitivity."
+        )
     if not todo:
         todo = ["Read the warnings, then export."] if notes else ["Nothing: export it."]
     title = f"{model} as {recipe.name}: "

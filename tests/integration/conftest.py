@@ -24,6 +24,7 @@ from tests.shared import Shared
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Servers take up to 10 GB a process of tests, and two cores."""
     return max(1, min(usable_cores(), memory_gb() // 10, 4))

@@ -270,9 +270,9 @@ async def test_a_backend_is_proven_again_on_request_and_serves_meanwhile(scene: 
 @played(lambda: FakeExam(says={ADDRESS: "worse"}))
 async def test_a_refused_backend_need_not_wait_for_its_next_turn(scene: Scene) -> None:
     await asyncio.sleep(600)  # by now it is probed every few minutes
-    scene.exam.says.clear()
     while scene.proof.probing or scene.proof.next_at < asyncio.get_running_loop().time() + 60:
         await asyncio.sleep(1)
+    scene.exam.says.clear()
     assert scene.member.standing == "refused"
     assert scene.pool.prove_again(scene.member)
     assert await scene.until("in", 2) < 2

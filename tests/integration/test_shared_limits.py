@@ -2,7 +2,7 @@
 
 Needs redis-server (`apt-get install redis-server`); the backend is a fake one. Run:
 
-    python -m pytest -p no:xdist tests/integration/test_shared_limits.py -rP
+    python -m pytest -n 0 tests/integration/test_shared_limits.py -rP
 """
 
 import asyncio

@@ -31,6 +31,7 @@ __all__ = ["main", "run_workers"]
 
 POLL_S = 0.1
 RESTART_S = 1.0  # from the end of a worker until the next
+RETRY_S = 10.0  # the same if it ended before it served
 # A worker finds its modules where this process found them, and none in the working directory.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); import serve.workers as w; w.main()"
@@ -117,13 +118,18 @@ class _Worker:
         config, proof, count = self._settings
         fds = [one.fileno() for one in (self.listener, self._admin_listener, theirs)]
         given = json.dumps([str(config), proof, count, *fds])
-        with theirs:
+        # Until it can reload, SIGHUP waits: it would end the process.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+        try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, given, json.dumps(sys.path)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C reaches it once, from us
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
 
     def poll(self) -> int | None:
         """Returns the exit code of the process, if it has ended."""
@@ -133,8 +139,14 @@ class _Worker:
         return self.process.poll()
 
     def send(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None:
             self.process.send_signal(number)
+
+    def rebind(self) -> None:
+        """Ends the connections that wait for the process; new ones go to the other workers."""
+        host, port = self.listener.getsockname()[:2]
+        self.listener.close()
+        self.listener = bind(host, port, shared=True)
 
     def close(self) -> None:
         if self._channel is not None:
@@ -157,7 +169,7 @@ class _Supervisor:
         signal.signal(signal.SIGHUP, self._forward)
         running = list(self._workers)
         first, *others = running
-        first.start()
+        self._start(first)
         for worker in others:  # after the first, so that what none can use is one error
             worker.restart_at = math.inf
         try:
@@ -180,7 +192,7 @@ class _Supervisor:
                 return True
             if time.monotonic() >= worker.restart_at:
                 worker.restart_at = 0.0
-                worker.start()
+                self._start(worker)
             return False
         code = worker.poll()
         if code is None:
@@ -189,15 +201,24 @@ class _Supervisor:
             self._code = max(self._code, code if code >= 0 else FORCED)
             worker.listener.close()
             return True
-        if not worker.started:  # it would not start the next time either
+        if not any(each.started for each in self._workers):  # nor would the next one
             self._code = max(code, FORCED)
             self._stop(signal.SIGTERM)
             return True
+        after_s = RESTART_S
+        if not worker.started:
+            after_s = RETRY_S
+            worker.rebind()
         which = self._workers.index(worker)
-        line = f"worker {which} ended with code {code}; it is started again"
+        line = f"worker {which} ended with code {code}; it is started again in {after_s:g} s"
         say(f"warning: {line}", self._logs, logging.WARNING)
-        worker.restart_at = time.monotonic() + RESTART_S
+        worker.restart_at = time.monotonic() + after_s
         return False
+
+    def _start(self, worker: _Worker) -> None:
+        worker.start()
+        if self._stopping:  # the signal came before there was a process to forward it to
+            worker.send(signal.SIGTERM)
 
     def _stop(self, number: int, _frame: FrameType | None = None) -> None:
         self._stopping = True
@@ -215,6 +236,7 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
     def started() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         parent.send(b"s")
 
     try:

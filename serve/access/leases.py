@@ -43,7 +43,6 @@ class Reply(NamedTuple):
     tokens: int
     others_requests: int  # in the last minute
     others_tokens: int
-    others_newest_ms: int  # from `now`
     others_day: int  # tokens, spent and held
     others_flight: int
     others_alive: int
@@ -62,7 +61,7 @@ class Store(Protocol):
     def replicas(self) -> int: ...
 
     async def ask(self, rates: "SharedRates", tokens: int) -> Reply | None:
-        """Reports, and asks for a lease that lets a request of `tokens` begin.
+        """Reports, and requests a lease that lets a request of `tokens` begin.
 
         Returns None if the store cannot be used.
         """
@@ -152,13 +151,15 @@ class SharedRates(Rates):
             self._refusal = None
         self._store.changed(self)
 
-    def report(self, tokens: int | None) -> list[int | str]:
+    def report(self, tokens: int | None, *, renew: bool) -> list[int | str]:
         """Returns the arguments of the script from the fifth on, and gives up the lease.
 
-        `tokens` are those of a request that waits for one; None if none does.
+        `tokens` are those of a request that waits for one; None if none does. With `renew`, takes a
+        new lease if the old one was used.
         """
         now, key = self.clock(), self.key
-        wanted, renew = tokens is not None, tokens is not None or self._used
+        wanted = tokens is not None
+        renew = renew and (wanted or self._used)
         self._used = False
         self.lease_requests = self.lease_tokens = 0
         self.lease_until = 0.0

@@ -8,8 +8,8 @@
 -- use of the last minute; a lease counts at the last moment at which it may be used. Times are
 -- milliseconds since 1970 by the server's clock; a caller sends only ages.
 --
--- Returns {now, verdict, wait, requests, tokens, and of the others: requests, tokens, age of their
--- newest use, tokens of the day, requests in flight, how many are alive}.
+-- Returns {now, verdict, wait, requests, tokens, and of the others: requests, tokens, tokens of the
+-- day, requests in flight, how many are alive}.
 local WINDOW, DAY = 60000, 86400000
 local GRANTED, REQUESTS, TOKENS, QUOTA, FLIGHT = 0, 1, 2, 3, 4
 
@@ -27,13 +27,11 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local today = math.floor(now / DAY)
 local used = {} -- {moment, requests, tokens}
 local sums = {0, 0}
-local newest = 0
 
 local function add(moment, requests, tokens)
   if moment > now - WINDOW and moment < now + WINDOW then
     used[#used + 1] = {moment, requests, tokens}
     sums[1], sums[2] = sums[1] + requests, sums[2] + tokens
-    newest = math.max(newest, moment)
   end
 end
 
@@ -50,7 +48,7 @@ for i = 1, #fields, 2 do
     for moment, requests, tokens in string.gmatch(moments, '(%d+):(%d+):(%d+)') do
       add(tonumber(moment), tonumber(requests), tonumber(tokens))
     end
-    if tonumber(of_day) ~= today then of_spent = 0 end
+    if tonumber(of_day) < today then of_spent = 0 end
     others_day = others_day + of_spent
     if tonumber(lapses) > now then
       others_day, others_flight = others_day + of_held, others_flight + of_flight
@@ -60,7 +58,7 @@ for i = 1, #fields, 2 do
     end
   end
 end
-local others_requests, others_tokens, others_newest = sums[1], sums[2], newest
+local others_requests, others_tokens = sums[1], sums[2]
 
 local report = {}
 local function note(moment, requests, tokens)
@@ -71,7 +69,7 @@ for age, requests, tokens in string.gmatch(history, '(%d+):(%d+):(%d+)') do
   add(moment, tonumber(requests), tonumber(tokens))
   note(moment, tonumber(requests), tonumber(tokens))
 end
-if day ~= today and day >= 0 then spent = 0 end -- the day has turned since
+if day < today then spent = 0 end -- the day has turned since; a later day is a wrong clock's
 
 -- Returns the time until column `of` of what is used has fallen by `excess`.
 local function wait_for(of, excess)
@@ -110,5 +108,5 @@ redis.call('HSET', KEYS[1], replica, string.format('1 %.0f %.0f %.0f %.0f %.0f %
   now + keep_ms, today, spent, held, flight, table.concat(report, ' ')))
 if #gone > 0 then redis.call('HDEL', KEYS[1], unpack(gone, 1, math.min(#gone, 1000))) end
 redis.call('PEXPIRE', KEYS[1], 2 * DAY)
-return {now, verdict, wait, requests, tokens, others_requests, others_tokens,
-  others_newest - now, others_day, others_flight, alive}
+return {now, verdict, wait, requests, tokens, others_requests, others_tokens, others_day,
+  others_flight, alive}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 from octet.errors import ConfigError
 from serve.access.leases import LEASE_S, Reply, SharedRates
@@ -57,11 +56,11 @@ class SharedLimits:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError if the library is missing or the URL is none of Redis."""
+        """Raises ConfigError if the library is missing or the URL is not one of Redis."""
         self.config = config
         self.clock = clock
         self.state: Literal["shared", "settling", "lost"] = "lost"
-        self.reason = "not connected yet"
+        self.reason = "is not connected yet"
         self.gateways = 0  # that report to this Redis, this one included
         self.losses = 0
         self.alone = 0  # requests that were decided without Redis
@@ -136,7 +135,7 @@ class SharedLimits:
             await self._redis.aclose()
 
     async def ask(self, rates: SharedRates, tokens: int) -> Reply | None:
-        """Reports `rates`, and asks for a lease; see `Store`."""
+        """Reports `rates`, and requests a lease; see `Store`."""
         future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._asks[rates] = tokens, future
         self._wake.set()
@@ -177,7 +176,7 @@ class SharedLimits:
             except _Lost as error:
                 self._lose(str(error))
             except Exception:
-                _log.exception("shared limits: a defect")
+                _log.exception("shared limits: unexpected error")
                 self._lose("could not be used: see the log")
             else:
                 self._found(lost)
@@ -256,7 +255,7 @@ class SharedLimits:
         return list(due)
 
     def _heard(self, reply: Reply) -> None:
-        """Notes how many gateways there are; more than configured would take too much alone."""
+        """Records the number of gateways, and warns if there are more than configured."""
         before, self.gateways = self.gateways, reply.others_alive + 1
         if self.when_lost == "share" and before <= self.replicas < self.gateways:
             _log.warning(
@@ -286,7 +285,10 @@ class SharedLimits:
         except (RedisError, OSError, TimeoutError) as error:
             raise _lost(error) from None
         replies = [Reply(*map(int, reply)) for reply in found]
+        first = self._offset is None
         self._offset = replies[-1].now / 1000 - sent
+        if first:
+            self.usage.correct_day()
         return replies
 
     def _arguments(self, rates: SharedRates | None, tokens: int | None, keep_s: float) -> list[Any]:
@@ -295,7 +297,8 @@ class SharedLimits:
         if rates is None:  # the gateway itself, as a key without limits
             return [f"{prefix}:gateways", self._id, "", *times, *_LIMITLESS, -1, *([0] * 7)]
         name, history = f"{prefix}:limits:{rates.key.name}", rates.history()
-        return [name, self._id, history, *times, *rates.report(tokens)]
+        report = rates.report(tokens, renew=keep_s > 0)
+        return [name, self._id, history, *times, *report]
 
     def _server_time(self) -> float:
         """Returns Redis's time in seconds since 1970; this machine's until Redis has answered."""
@@ -320,7 +323,9 @@ class SharedLimits:
                 self.config.url,
                 protocol=2,
                 decode_responses=True,
-                socket_timeout=TIMEOUT_S,
+                # `_call` limits the time. The client's own limit is a wait_for, which in Python
+                # 3.11 can lose a cancellation: then `close` would wait for ever.
+                socket_timeout=None,
                 socket_connect_timeout=TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),  # a report that failed is sent anew, not again
                 redis_connect_func=connected,
@@ -332,8 +337,7 @@ class SharedLimits:
 
 def _address(url: str) -> str:
     """Returns the URL's host, port and database or path, without name and password."""
-    parts = urlsplit(url)
-    return f"{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return url.partition("://")[2].partition("?")[0].rpartition("@")[2]
 
 
 def _lost(error: Exception) -> _Lost:

@@ -66,6 +66,10 @@ class Usage:
         self._turn_day()
         return self._day
 
+    def correct_day(self) -> None:
+        """Takes today from `wall`, which was another clock before; the tokens stay."""
+        self._day = self._today()
+
     def add(self, key: str, tokens: int) -> None:
         """Counts `tokens`, and writes the file if the last write is `WRITE_EVERY_S` ago."""
         self._turn_day()

@@ -39,6 +39,7 @@ _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
 _NO_TIERS = ": the file has no `tiers`"
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 _REDIS = ("redis://", "rediss://", "unix://")
+_RAW_PASSWORD = re.compile(r"rediss?://[^/?#]*[/?#].*@")  # its end would be read as the address
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -138,6 +139,8 @@ def _shared(shared: SharedConfig, usage_file: Path | None) -> Iterator[Problem]:
     loc: Loc = ("access", "shared")
     if not shared.url.startswith(_REDIS):
         yield (*loc, "url"), "should be redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH"
+    elif _RAW_PASSWORD.match(shared.url):
+        yield (*loc, "url"), "has / ? or # in its password: write %2F, %3F or %23"
     if shared.when_lost == "share" and shared.replicas is None:
         yield (*loc, "replicas"), "missing: `when_lost: share` needs the number of gateways"
     if usage_file is not None:

@@ -10,6 +10,11 @@ from octet.page import stylesheet
 
 __all__ = ["problems_of", "render", "title_of", "wants_page"]
 
+_MEANWHILE = {
+    "refuse": "requests of keys with limits get 503",
+    "share": "each gateway grants its share of a key's limits",
+}
+
 
 def wants_page(accept: str) -> bool:
     """Decides whether a client prefers HTML: it names it, and before JSON if it names both."""
@@ -71,6 +76,12 @@ def problems_of(status: dict[str, Any]) -> list[tuple[str, str]]:
         (f"Model {name}", "none of its pools has a backend that serves: its requests get 503")
         for name in _without_backend(status)
     ]
+    shared = status["shared_limits"]
+    if shared is not None and shared["state"] != "shared":
+        reason = shared.get("reason") or "cannot be used: see the log"
+        found.append(
+            ("Shared limits", f"Redis {reason}; meanwhile {_MEANWHILE[shared['when_lost']]}")
+        )
     for name, pool in status["pools"].items():
         if pool["given_up"]:
             why = pool.get("given_up_because") or pool["given_up"].replace("_", " ")

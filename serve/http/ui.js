@@ -87,6 +87,8 @@ function show(found) {
   say(byId("title"), found.title);
   document.title = `${look ? "! " : ""}${found.title} – Octet`;
   const lines = [["Requests", `${number(found.requests)} running; up for ${duration(found.uptime_s)}`], ...found.problems];
+  const shared = found.shared_limits;
+  if (shared && shared.state === "shared") lines.push(["Shared limits", `counted by Redis for ${number(shared.gateways)} gateways`]);
   fill(byId("problems"), lines.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
   fill(byId("intervals"), intervals(found.pools));
   fill(byId("pools"), Object.entries(found.pools).map(([name, pool]) => poolOf(name, pool)));

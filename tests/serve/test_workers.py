@@ -19,6 +19,7 @@ import yaml
 from tests.command import octet
 from tests.fake_servers import FakeOpenAI, running
 from tests.serve.access.fake_redis import FakeRedis
+from tests.serve.waiting import until
 
 HEADERS = {"authorization": "Bearer octet-secret"}
 BODY = {"model": "fake", "prompt": "x", "max_tokens": 2}
@@ -140,6 +141,16 @@ async def test_workers_share_a_port_and_a_limit_and_are_started_again(tmp_path: 
             await found.until("serving fake on", times=3)
             assert set(await found.ask(20)) == {429}  # of the other, and of the new one
             assert other in found.pids() and len(found.pids()) == 2
+            # A reload waits for a worker that is starting; one that cannot start is left out.
+            os.kill(found.pids()[1], signal.SIGKILL)
+            await until(lambda: found.lines[-1].endswith("it is started again in 1 s"))
+            await until(lambda: len(found.pids()) == 2)
+            found.process.send_signal(signal.SIGHUP)
+            await found.until("reloaded", times=4)
+            (tmp_path / "config.yaml").write_text("models: {}")
+            os.kill(found.pids()[0], signal.SIGKILL)
+            await found.until("it is started again in 10 s")
+            assert set(await found.ask(10)) == {429}
             pids = found.pids()
             found.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(60):

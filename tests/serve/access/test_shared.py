@@ -18,6 +18,7 @@ from octet.errors import ConfigError, RequestError
 from serve.access.shared import SharedLimits
 from serve.config import KeyConfig, SharedConfig
 from serve.gateway.reload import reload_from
+from serve.http.status_page import problems_of
 from tests.serve.access.fake_redis import FakeRedis
 from tests.serve.access.shared_contract import CHECKS, Check, Replica, hurry, key, replicas
 from tests.serve.clock import Clock
@@ -85,6 +86,39 @@ async def test_a_day_ends_at_the_servers_midnight() -> None:
             await replica.limits.close()
 
 
+async def test_a_local_clock_that_is_ahead_gives_no_more_quota() -> None:
+    clock = Clock(NOON)
+    async with FakeRedis(clock) as redis:
+        limits = SharedLimits(
+            SharedConfig(url=redis.url), clock=clock, wall=lambda: clock.now + 13 * 3600
+        )
+        await limits.start()
+        replica = Replica(limits, key(tokens_per_day=1000))
+        (await replica.take(600)).release()
+        assert "400 of today's 1000" in str(await replica.refusal(600))
+        clock.now += 12 * 3600 + 1
+        await replica.until_taken(1000)
+        await limits.close()
+
+
+async def test_closing_during_a_call_ends_and_keeps_no_lease(redis: FakeRedis) -> None:
+    """Wherever the call is: in Python 3.11, `asyncio.wait_for` can lose a cancellation."""
+    team = key(requests_per_minute=2560, max_in_flight=100)
+    for steps in range(30):
+        async with replicas(redis, 1, team) as (replica,):
+            await replica.take()
+            request = asyncio.create_task(replica.take())  # needs a call
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            async with asyncio.timeout(20):
+                await replica.limits.close()
+            await asyncio.gather(request, return_exceptions=True)
+    async with replicas(redis, 1, team) as (replica,):
+        await replica.take()
+        remaining = replica.rates.headers(team)["x-ratelimit-remaining-requests"]
+        assert int(remaining) >= 2560 - 61
+
+
 async def test_a_lease_that_was_granted_but_never_arrived_is_not_lost(
     redis: FakeRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +183,7 @@ async def test_an_outage_has_one_line_and_more_gateways_than_configured_another(
         assert "is back" in back and "again" in again
 
 
-async def test_clients_the_status_and_the_metrics_are_told(redis: FakeRedis) -> None:
+async def test_clients_status_and_metrics_report_a_loss(redis: FakeRedis) -> None:
     digest = hashlib.sha256(b"octet-secret").hexdigest()
     access = {
         "keys": [{"name": "team", "sha256": digest, "requests_per_minute": 2}],
@@ -165,6 +199,8 @@ async def test_clients_the_status_and_the_metrics_are_told(redis: FakeRedis) -> 
 
         assert [(await ask())[0] for _ in range(2)] == [200, 200]
         assert await ask() == (429, "rate_limit_exceeded")
+        async with served.session.get("/status") as answer:
+            assert "Shared limits" not in dict(problems_of(await answer.json()))
         assert await served.metric("octet_shared_limits_up") == 1
         assert await served.metric("octet_shared_limits_gateways") == 1
         await redis.stop()
@@ -173,8 +209,12 @@ async def test_clients_the_status_and_the_metrics_are_told(redis: FakeRedis) -> 
         await until(lambda: shared.state == "lost")
         assert await ask() == (503, "shared_limits_unavailable")
         async with served.session.get("/status") as answer:
-            found = (await answer.json())["shared_limits"]
-        assert found == {
+            status = await answer.json()
+        problem = (
+            "Redis cannot be used: see the log; meanwhile requests of keys with limits get 503"
+        )
+        assert ("Shared limits", problem) in problems_of(status)
+        assert status["shared_limits"] == {
             "state": "lost",
             "when_lost": "refuse",
             "gateways": 1,
@@ -206,6 +246,9 @@ access:
             "access.usage_file: leave it out: with `shared`, Redis keeps the quotas",
         ),
         ("  shared: redis://:${SECRET}@x:port", "x:port: Port could not be cast"),
+        ("  shared: redis://:${SECRET}/b@x", "access.shared.url: has / ? or # in its password"),
+        ("  shared: 'redis://:${SECRET}#b@x'", "access.shared.url: has / ? or # in its password"),
+        ("  shared: 'redis://[x'", "access.shared.url: [x: Invalid IPv6 URL"),
     ],
 )
 def test_a_wrong_setting_is_named(

@@ -233,15 +233,13 @@ def _observe(
         if apart and not job.options.measures:
             solved = solved_by_first(observed)
         if golden is None and (observers is None or not apart):
-            golden = _golden_records(job)
+            golden = _golden_records(job)  # kept at once: another rank may fail or be stopped
+            steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
         return golden, observed, solved
 
     golden, observed, solved = group.attempt(work)
     golden = group.gather(golden)[-1]
     assert golden is not None
-    if not kept:  # before a gate or an interruption can end the run
-        text = golden.model_dump_json()
-        group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
     golden = described(golden, job.inputs.scope, job.inputs.lists)
     solved = group.attempt(lambda: solved or solved_by_first(observed))
     folding = group.gather(solved and solved.folding)[0]
@@ -355,10 +353,11 @@ def _predict(
     with ThreadPoolExecutor(1) as pool:
         building = None if solved is None else pool.submit(_report, job, solved)
         prediction = _prediction(job, changed, golden, solved, steps)
-    if building is None:
-        return prediction, None
-    expected = prediction.expected if prediction else None
-    return prediction, replace(building.result(), expected=expected, examined=examined(golden))
+    report = job.group.attempt(lambda: None if building is None else building.result())
+    if report is not None:
+        expected = prediction.expected if prediction else None
+        report = replace(report, expected=expected, examined=examined(golden))
+    return prediction, report
 
 
 def _prediction(

@@ -14,7 +14,7 @@ from rich.console import Console
 from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
-from calibrate.decoder.weights import LayerWeights
+from calibrate.decoder.weights import LayerWeights, full_gpu
 from calibrate.golden import described, examined, golden_set
 from calibrate.job import Job
 from calibrate.journal.distributed import Group, gpu_failures, process_group
@@ -54,6 +54,10 @@ LAYERS = "layers"  # the journal's directory, below `options.progress`
 
 
 @gpu_failures()
+@full_gpu(
+    "stop what else uses the GPU, leave out what holds the whole model there (--sensitivity,"
+    " --budget, --max-kl, --max-ppl-change, --algorithm), or give --device cpu --restart"
+)
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
     """Calibrates a checkpoint on samples, and writes `options.out`.
 

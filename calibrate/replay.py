@@ -15,7 +15,7 @@ from rich.console import Console
 
 from calibrate.decoder.loading import ComputeDtype
 from calibrate.decoder.supported import require_runnable
-from calibrate.decoder.weights import LayerWeights
+from calibrate.decoder.weights import LayerWeights, full_gpu
 from calibrate.observe.histogram import Histogram
 from calibrate.observe.sweep import observe_checkpoint
 from calibrate.options import ReplayOptions
@@ -41,6 +41,10 @@ _TOGETHER = 16  # steps whose histograms are in memory at once
 _COMPARED = 64  # samples on which the two tokenizers of a checkpoint are compared
 
 
+@full_gpu(
+    "stop what else uses the GPU, leave out --divergence, which holds the whole model there, give a"
+    " smaller --batch-size, or give --device cpu"
+)
 def replay(
     opened: tuple[Checkpoint, Stream], options: ReplayOptions, *, console: Console | None = None
 ) -> Replay:

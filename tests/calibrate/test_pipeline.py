@@ -374,6 +374,20 @@ def test_after_a_gpu_failed_the_same_run_continues(
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
+def test_a_full_gpu_is_an_error_of_one_line(
+    tmp_path: Path, tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    monkeypatch.setattr("calibrate.pipeline.golden_set", full)
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError) as error:
+        run(Options(model=tiny_model, samples=tiny_samples, out=out, recipe=FP8, count=128))
+    assert str(error.value).startswith("CUDA out of memory in 'Golden records': stop what else")
+    assert "--max-kl" in str(error.value) and "--device cpu" in str(error.value)
+
+
 def within(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets `run` be a rank of `group`."""
     monkeypatch.setattr(

@@ -74,7 +74,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     inputs = read_inputs(checkpoint, options)
     _check_evaluation(options, inputs)
     dtype = resolve_dtype(options.dtype, checkpoint)
-    with process_group(_device(options)) as (group, device):
+    with process_group(options.device) as (group, device):
         if options.algorithm is not None and group.world > 1:
             raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
         shown = console if group.rank == 0 else None
@@ -118,12 +118,6 @@ def _check_evaluation(options: Options, inputs: Inputs) -> None:
         lengths = [length for batch in inputs.evaluation for length in batch.lengths]
         remedy = "give more with --held-out, or a smaller --count"
         options.gate.check_samples(lengths, inputs.evaluated_on, remedy)
-
-
-def _device(options: Options) -> str:
-    if options.device != "auto":
-        return options.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _resumes(

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.decoder.loading import ComputeDtype
+from calibrate.decoder.loading import ComputeDtype, resolve_device
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights, full_gpu
 from calibrate.observe.histogram import Histogram
@@ -62,7 +62,7 @@ def replay(
     require_runnable(checkpoint)
     static = _static_tensors(origin, delayed)
     tensors = {name: tensor for name, (_, tensor) in static.items()}
-    dtype, device = _dtype_of(origin), _device(options)
+    dtype, device = _dtype_of(origin), torch.device(resolve_device(options.device))
     costs = RuleCosts(checkpoint, origin, dtype, device) if options.divergence else None
     runner = _Runner(checkpoint, origin, stream, options, dtype, device)  # in what memory is left
     domains = dict.fromkeys(stream.samples, DomainCounts())
@@ -201,18 +201,6 @@ class _Runner:
         if len(self._stream.samples) == 1:
             notes.append("the stream has one domain: there is none to compare it with")
         return tuple(notes)
-
-
-def _device(options: ReplayOptions) -> torch.device:
-    """Raises ConfigError if a GPU is wanted and there is none."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda: torch finds no GPU; give --device cpu, or install NVIDIA's driver"
-            " and a torch built for CUDA"
-        )
-    if options.device != "auto":
-        return torch.device(options.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _dtype_of(origin: Calibration) -> ComputeDtype:

@@ -56,7 +56,8 @@ LAYERS = "layers"  # the journal's directory, below `options.progress`
 @gpu_failures()
 @full_gpu(
     "stop what else uses the GPU, leave out what holds the whole model there (--sensitivity,"
-    " --budget, --max-kl, --max-ppl-change, --algorithm), or give --device cpu --restart"
+    " --budget, --max-kl, --max-ppl-change, --algorithm; `octet recover` always does), or give"
+    " --device cpu --restart"
 )
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
     """Calibrates a checkpoint on samples, and writes `options.out`.

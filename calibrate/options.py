@@ -192,8 +192,8 @@ def validate_replay(options: ReplayOptions) -> tuple[Checkpoint, Stream]:
     check_tokenizer_files(checkpoint)
     if options.divergence and checkpoint.spec.generic:
         raise UnsupportedError(
-            f"{checkpoint.path}: --divergence works on logits as a known architecture makes them,"
-            f" and {checkpoint.spec.architecture} is none; replay without"
+            f"{checkpoint.path}: --divergence needs an architecture that Octet knows, which"
+            f" {checkpoint.spec.architecture} is not; leave it out"
         )
     return checkpoint, open_stream(
         options.samples, Fields(options.text_field, options.messages_field)

@@ -14,7 +14,7 @@ from rich.console import Console
 from calibrate.algorithms.apply import ChangedModel, changed_model
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
-from calibrate.decoder.weights import LayerWeights
+from calibrate.decoder.weights import LayerWeights, full_gpu
 from calibrate.golden import described, examined, golden_set
 from calibrate.job import Job
 from calibrate.journal.distributed import Group, gpu_failures, process_group
@@ -54,6 +54,11 @@ LAYERS = "layers"  # the journal's directory, below `options.progress`
 
 
 @gpu_failures()
+@full_gpu(
+    "stop what else uses the GPU, leave out what holds the whole model there (--sensitivity,"
+    " --budget, --max-kl, --max-ppl-change, --algorithm; `octet recover` always does), or give"
+    " --device cpu --restart"
+)
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
     """Calibrates a checkpoint on samples, and writes `options.out`.
 
@@ -70,7 +75,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     inputs = read_inputs(checkpoint, options)
     _check_evaluation(options, inputs)
     dtype = resolve_dtype(options.dtype, checkpoint)
-    with process_group(_device(options)) as (group, device):
+    with process_group(options.device) as (group, device):
         if options.algorithm is not None and group.world > 1:
             raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
         shown = console if group.rank == 0 else None
@@ -114,12 +119,6 @@ def _check_evaluation(options: Options, inputs: Inputs) -> None:
         lengths = [length for batch in inputs.evaluation for length in batch.lengths]
         remedy = "give more with --held-out, or a smaller --count"
         options.gate.check_samples(lengths, inputs.evaluated_on, remedy)
-
-
-def _device(options: Options) -> str:
-    if options.device != "auto":
-        return options.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _resumes(
@@ -233,15 +232,13 @@ def _observe(
         if apart and not job.options.measures:
             solved = solved_by_first(observed)
         if golden is None and (observers is None or not apart):
-            golden = _golden_records(job)
+            golden = _golden_records(job)  # kept at once: another rank may fail or be stopped
+            steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
         return golden, observed, solved
 
     golden, observed, solved = group.attempt(work)
     golden = group.gather(golden)[-1]
     assert golden is not None
-    if not kept:  # before a gate or an interruption can end the run
-        text = golden.model_dump_json()
-        group.on_first(partial(steps.keep, "golden", inputs, text=text, arrays={}))
     golden = described(golden, job.inputs.scope, job.inputs.lists)
     solved = group.attempt(lambda: solved or solved_by_first(observed))
     folding = group.gather(solved and solved.folding)[0]
@@ -355,10 +352,11 @@ def _predict(
     with ThreadPoolExecutor(1) as pool:
         building = None if solved is None else pool.submit(_report, job, solved)
         prediction = _prediction(job, changed, golden, solved, steps)
-    if building is None:
-        return prediction, None
-    expected = prediction.expected if prediction else None
-    return prediction, replace(building.result(), expected=expected, examined=examined(golden))
+    report = job.group.attempt(lambda: None if building is None else building.result())
+    if report is not None:
+        expected = prediction.expected if prediction else None
+        report = replace(report, expected=expected, examined=examined(golden))
+    return prediction, report
 
 
 def _prediction(

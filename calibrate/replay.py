@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from calibrate.decoder.loading import ComputeDtype
+from calibrate.decoder.loading import ComputeDtype, resolve_device
 from calibrate.decoder.supported import require_runnable
-from calibrate.decoder.weights import LayerWeights
+from calibrate.decoder.weights import LayerWeights, full_gpu
 from calibrate.observe.histogram import Histogram
 from calibrate.observe.sweep import observe_checkpoint
 from calibrate.options import ReplayOptions
@@ -41,6 +41,10 @@ _TOGETHER = 16  # steps whose histograms are in memory at once
 _COMPARED = 64  # samples on which the two tokenizers of a checkpoint are compared
 
 
+@full_gpu(
+    "stop what else uses the GPU, leave out --divergence, which holds the whole model there, give a"
+    " smaller --batch-size, or give --device cpu"
+)
 def replay(
     opened: tuple[Checkpoint, Stream], options: ReplayOptions, *, console: Console | None = None
 ) -> Replay:
@@ -58,7 +62,7 @@ def replay(
     require_runnable(checkpoint)
     static = _static_tensors(origin, delayed)
     tensors = {name: tensor for name, (_, tensor) in static.items()}
-    dtype, device = _dtype_of(origin), _device(options)
+    dtype, device = _dtype_of(origin), torch.device(resolve_device(options.device))
     costs = RuleCosts(checkpoint, origin, dtype, device) if options.divergence else None
     runner = _Runner(checkpoint, origin, stream, options, dtype, device)  # in what memory is left
     domains = dict.fromkeys(stream.samples, DomainCounts())
@@ -197,18 +201,6 @@ class _Runner:
         if len(self._stream.samples) == 1:
             notes.append("the stream has one domain: there is none to compare it with")
         return tuple(notes)
-
-
-def _device(options: ReplayOptions) -> torch.device:
-    """Raises ConfigError if a GPU is wanted and there is none."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda: torch finds no GPU; give --device cpu, or install NVIDIA's driver"
-            " and a torch built for CUDA"
-        )
-    if options.device != "auto":
-        return torch.device(options.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _dtype_of(origin: Calibration) -> ComputeDtype:

@@ -25,7 +25,9 @@ def replay(
     ] = 1024,
     algorithm: Annotated[
         Literal["max", "most_recent"],
-        typer.Option(help="The step of those that sets the next scale: the largest, or the last."),
+        typer.Option(
+            help="Which of those sets the next scale: the step of the largest value, or the last."
+        ),
     ] = "max",
     margin: Annotated[
         int,
@@ -43,7 +45,9 @@ def replay(
     ] = "auto",
     divergence: Annotated[
         bool,
-        typer.Option("--divergence", help="Measure next-token KL too; the whole model in memory."),
+        typer.Option(
+            "--divergence", help="Also measure next-token KL. Holds the whole model in memory."
+        ),
     ] = False,
     html: Annotated[
         Path | None, typer.Option("--html", "-o", help="Write one page with plots and all figures.")

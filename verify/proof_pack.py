@@ -104,10 +104,10 @@ def open_pair(options: PackOptions) -> Pair:
 def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = None) -> Manifest:
     """Writes the proof pack to `options.out` and returns its manifest.
 
-    Raises CheckpointError if the checkpoint is damaged, or not made from the original.
+    Raises CheckpointError if the checkpoint is damaged, or not made from the original, and
+    ConfigError if a GPU is requested and there is none.
     """
-    import torch
-
+    from calibrate.decoder.loading import resolve_device
     from calibrate.decoder.weights import LayerWeights
     from calibrate.golden import described, examined, golden_set
     from calibrate.samples.inputs import read_prompts
@@ -115,13 +115,11 @@ def write_pack(pair: Pair, options: PackOptions, *, console: Console | None = No
     from verify.next_tokens import written_weight
     from verify.stored_recipe import stored_recipe
 
+    device = resolve_device(options.device)
     checkpoint, written = pair.original, pair.written
     warnings = _require_sound(pair, console)
     stored = stored_recipe(written, checkpoint.spec, options.kv_cache or pair.kv_cache)
     prompts = read_prompts(checkpoint, options.samples, options.text_field, options.messages_field)
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = LayerWeights(checkpoint, device)
     chosen = prompts.chosen
     total = sum(len(ids) for _, ids in chosen.prompts)

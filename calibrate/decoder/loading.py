@@ -12,7 +12,7 @@ import torch
 from calibrate.decoder.arithmetic import fast_matmuls
 from calibrate.decoder.experts import assemble
 from calibrate.samples.tokens import quiet
-from octet.errors import CheckpointError, UnsupportedError
+from octet.errors import CheckpointError, ConfigError, UnsupportedError
 from octet.model.block_format import QUANTIZATION
 from octet.model.checkpoint import Checkpoint
 from octet.model.gpt_oss import GPT_OSS
@@ -26,6 +26,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_skeleton",
+    "resolve_device",
     "resolve_dtype",
     "to_torch",
 ]
@@ -44,6 +45,22 @@ def resolve_dtype(
         return requested
     stored = checkpoint.dtype(f"{next(checkpoint.spec.linears()).name}.weight")
     return "bfloat16" if stored == "BF16" else "float32"
+
+
+def resolve_device(requested: str) -> str:
+    """Resolves "auto": "cuda" if there is a GPU, else "cpu".
+
+    Raises ConfigError if "cuda" is requested and there is none.
+    """
+    found = torch.cuda.device_count()
+    if requested == "cuda" and not found:
+        raise ConfigError(
+            "--device cuda: torch finds no GPU; give --device cpu, or install NVIDIA's driver"
+            " and a torch built for CUDA"
+        )
+    if requested == "auto":
+        return "cuda" if found else "cpu"
+    return requested
 
 
 def load_config(checkpoint: Checkpoint) -> Any:

@@ -7,8 +7,9 @@ computed with, if all of them fit.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,7 +22,7 @@ from octet.hardware.cores import usable_cores
 from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor
 
-__all__ = ["LayerWeights", "free_memory"]
+__all__ = ["LayerWeights", "free_memory", "full_gpu"]
 
 _CPU_BYTES = 1 << 30
 _AHEAD = 4  # layers that are read before their turn: a dozen large tensors, each by one thread
@@ -45,6 +46,22 @@ def free_memory(device: torch.device) -> int:
         return int(found["MemAvailable"].split()[0]) << 10
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def full_gpu(remedy: str) -> Iterator[None]:
+    """Raises ConfigError, with `remedy`, if a GPU's memory is full and nothing can make room."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        phases = getattr(error, "__notes__", ())
+        where = f" in {phases[0]!r}" if phases else ""
+        raise ConfigError(f"{_reason(error)}{where}: {remedy}") from None
+
+
+def _reason(error: torch.OutOfMemoryError) -> str:
+    """Returns the first sentence of torch's message, without the statistics after it."""
+    return str(error).partition(". ")[0]
 
 
 class LayerWeights:
@@ -157,7 +174,7 @@ class LayerWeights:
             try:
                 return compute()
             except torch.OutOfMemoryError as error:
-                reason = str(error).partition(". ")[0]
+                reason = _reason(error)
             # What `compute` held is free here, as it is not while the error is handled.
             if not self._resident:
                 raise ConfigError(

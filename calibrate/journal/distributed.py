@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from calibrate.decoder.loading import resolve_device
 from octet.errors import ArtifactError, ConfigError, GpuError, OctetError
 
 __all__ = ["Group", "TorchGroup", "gpu_failures", "process_group", "require_agreement"]
@@ -128,18 +129,13 @@ class TorchGroup(Group):
 def process_group(device: str = "cpu") -> Iterator[tuple[Group, torch.device]]:
     """Yields the group that torchrun's variables describe, or this process alone; and its device.
 
-    `device` is "cpu" or "cuda". With "cuda", each rank of a machine takes the GPU of its number.
-    Raises ConfigError if there are fewer GPUs.
+    `device` is "auto", "cpu" or "cuda". With "cuda", each rank of a machine takes the GPU of its
+    number. Raises ConfigError if there are fewer GPUs.
     """
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = torch.device(device)
+    chosen = torch.device(resolve_device(device))
     if chosen.type == "cuda":
         count = torch.cuda.device_count()
-        if not count:
-            raise ConfigError(
-                "--device cuda: torch finds no GPU; give --device cpu, or install NVIDIA's driver"
-                " and a torch built for CUDA"
-            )
         if count <= local:
             raise ConfigError(
                 f"--device cuda: rank {local} of this machine finds {count} GPUs; start one"

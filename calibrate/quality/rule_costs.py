@@ -67,9 +67,9 @@ class MeanKl:
 
 
 class RuleCosts:
-    """The calibrated model in memory, and what each rule costs on each domain so far, in `found`.
+    """Measures with the calibrated model, in memory, what each rule costs on each domain.
 
-    `checkpoint` has the calibration's changed weights.
+    `checkpoint` has the calibration's changed weights. `found` has the costs so far.
     """
 
     def __init__(

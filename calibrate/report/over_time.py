@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay; `tensors` and what is `compared` are by observation."""
+    """The result of a replay; `tensors` and `compared` are by observation."""
 
     calibration: str
     recipe: str

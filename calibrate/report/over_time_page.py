@@ -36,7 +36,7 @@ def render_page(replay: Replay) -> str:
         "Scales over time": _help(
             "Log scale; a larger scale saturates later. Each step is quantized with the frozen, the"
             " delayed or the current scale. Stripes are domains."
-            " Delayed scaling begins with 1, which is off the scale."
+            " Delayed scaling begins with the scale 1, which may lie outside the plot."
         )
         + "".join(_plot(name, replay.tensors[name]) for name in replay.differing[:_PLOTS]),
         "What the scale of one domain costs on another": _help(

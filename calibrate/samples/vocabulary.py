@@ -52,6 +52,7 @@ class Unlisted:
         left = self._ids[:length][::-1] + self._ids[length:more]
         unfit = set[int]()
         while left and len(found) < length:
+            # The first ids of a text that is cut may encode to others: only the last are compared.
             fitting = self._first_fitting(found[-2 * tail :], left[:_TRIES], tail)
             if fitting is None:
                 unfit.add(left[0])

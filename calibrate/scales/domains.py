@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[str, str] | None:
-        """The scale of which domain adds most squared error on which other, as (of, on)."""
+        """The pair (of, on) where the scale of one domain adds most squared error on the other."""
         if not self.costs:
             return None
         return max(self.costs, key=self.added)

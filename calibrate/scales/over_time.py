@@ -59,8 +59,8 @@ class Delayed:
     def __post_init__(self) -> None:
         if self.history < 1:
             raise ConfigError(
-                f"a history of {self.history} steps: delayed scaling needs 1 or more, the last of"
-                " which sets the next scale"
+                f"a history of {self.history} steps: delayed scaling needs at least the last step,"
+                " so give 1 or more"
             )
         if self.algorithm not in ("max", "most_recent"):
             raise ConfigError(
@@ -105,7 +105,8 @@ class Point:
 class Course:
     """The scales of a tensor over time, as points of `width` steps each, 256 at most.
 
-    Where a stream would need more, neighbours are joined. The last point may be of fewer steps.
+    In a longer stream, pairs of neighbouring points are joined. The last point may be of fewer
+    steps.
     """
 
     def __init__(self) -> None:

@@ -54,8 +54,8 @@ def refuse_gpt_oss(spec: ModelSpec, where: object) -> None:
     """Raises UnsupportedError for a gpt-oss, where a recipe is asked for."""
     if spec.architecture == GPT_OSS:
         raise UnsupportedError(
-            f"{where}: Octet quantizes no {GPT_OSS}: vLLM serves its MXFP4 checkpoint as it is, and"
-            " `octet golden` makes a proof pack of that"
+            f"{where}: Octet does not quantize {GPT_OSS}: vLLM serves its MXFP4 checkpoint as it"
+            " is, and `octet golden` makes a proof pack of that"
         )
 
 
@@ -117,8 +117,8 @@ def _parts_of(
     if match is None or match["kind"] not in kinds:
         says = "has the experts in MXFP4" if packed else "declares no MXFP4"
         raise CheckpointError(
-            f"{where}: tensor {name} is none that Octet reads of a {GPT_OSS} whose config.json"
-            f" {says}; download both again"
+            f"{where}: tensor {name} is unknown in a {GPT_OSS} whose config.json {says};"
+            " download both again"
         )
     up = match["projection"] == "gate_up_proj"
     inner, hidden = spec.moe_intermediate_size, spec.hidden_size

@@ -57,7 +57,7 @@ class StackedFile(TensorFile):
         return Tensor(stored.dtype, own.T if part.transposed else own.reshape(part.shape))
 
     def read_into(self, name: str, buffer: memoryview) -> None:
-        """Reads the tensor's bytes, row by row, into `buffer` of their size."""
+        """Reads the tensor's bytes, in row-major order, into `buffer` of their size."""
         if name in self._parts:
             codes = np.ascontiguousarray(self.read(name).codes)
             buffer[:] = codes.reshape(-1).view(np.uint8).data

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +20,7 @@ import torch
 from rich.console import Console
 
 from calibrate.decoder.layers import LayeredModel
+from calibrate.journal.distributed import Group
 from calibrate.observe.counting_cpu import CpuCounter
 from calibrate.options import Options
 from calibrate.pipeline import run
@@ -369,6 +372,77 @@ def test_after_a_gpu_failed_the_same_run_continues(
     run(options, console=Console(file=stream, width=120))
     assert "continuing from" in stream.getvalue()
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_a_full_gpu_is_an_error_of_one_line(
+    tmp_path: Path, tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    monkeypatch.setattr("calibrate.pipeline.golden_set", full)
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError) as error:
+        run(Options(model=tiny_model, samples=tiny_samples, out=out, recipe=FP8, count=128))
+    assert str(error.value).startswith("CUDA out of memory in 'Golden records': stop what else")
+    assert "--max-kl" in str(error.value) and "--device cpu" in str(error.value)
+
+
+def within(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `run` be a rank of `group`."""
+    monkeypatch.setattr(
+        "calibrate.pipeline.process_group", lambda _: nullcontext((group, torch.device("cpu")))
+    )
+
+
+def test_golden_records_are_kept_if_another_rank_fails_meanwhile(
+    tmp_path: Path, tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Last(Group):
+        """The second of two ranks, of which the first cannot derive a scale."""
+
+        rank, world = 1, 2
+
+        def gather(self, item: Any) -> list[Any]:
+            return [None, item]
+
+        def attempt(self, work: Callable[[], Any]) -> Any:
+            if isinstance(found := work(), tuple):  # golden records, while the first rank counts
+                raise NumericsError("no scale")
+            return found
+
+    within(Last(), monkeypatch)
+    monkeypatch.setattr("calibrate.pipeline.check_finite", lambda *_: None)
+    out = tmp_path / "out"
+    options = Options(model=tiny_model, samples=tiny_samples, out=out, recipe=FP8, count=128)
+    with pytest.raises(NumericsError, match="no scale"):
+        run(options)
+    monkeypatch.undo()
+    monkeypatch.setattr("calibrate.pipeline.golden_set", None)  # fails if it is called
+    assert run(replace(options, predict=False)) is not None
+
+
+def test_ranks_agree_on_an_error_of_the_report(
+    tmp_path: Path, tiny_model: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the others wait for the first, which has ended."""
+    agreed = list[OctetError | None]()
+
+    class First(Group):
+        def agree(self, error: OctetError | None) -> None:
+            agreed.append(error)
+            super().agree(error)
+
+    def broken(*_: Any) -> NoReturn:
+        raise NumericsError("no report")
+
+    within(First(), monkeypatch)
+    monkeypatch.setattr("calibrate.pipeline.report_on", broken)
+    out = tmp_path / "out"
+    options = Options(model=tiny_model, samples=tiny_samples, out=out, recipe=FP8, count=128)
+    with pytest.raises(NumericsError) as error:
+        run(replace(options, predict=False))
+    assert agreed[-1] is error.value
 
 
 def test_the_journal_of_another_run_is_refused_before_weights_are_read_or_discarded_by_force(

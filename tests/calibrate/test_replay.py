@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from calibrate.scales.activations import measure
 from calibrate.scales.over_time import RULES
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.provenance import ModelIdentity
-from octet.errors import NumericsError
+from octet.errors import ConfigError, NumericsError
 from octet.model.checkpoint import Checkpoint
 from octet.numerics.formats import E4M3
 from octet.recipe import Recipe
@@ -223,6 +223,18 @@ def test_a_gpu_that_is_not_there_is_named(planted: Path, tmp_path: Path) -> None
     done = octet(*base, "--device", "cuda")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "--device cuda: torch finds no GPU" in done.stderr
+
+
+def test_a_full_gpu_is_an_error_of_one_line(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+
+    monkeypatch.setattr("calibrate.replay.RuleCosts", full)
+    stream = write_stream(tmp_path / "s.jsonl", "quiet")
+    with pytest.raises(ConfigError, match=r"^CUDA out of memory: .*leave out --divergence"):
+        replayed(planted, stream, divergence=True)
 
 
 def test_a_recipe_without_static_scales_is_refused(planted: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +248,16 @@ def test_a_signed_pack_is_taken_as_it_was_signed_alone(
     assert GoldenExam.load(pack, Proof(golden=pack))
     with pytest.raises(ArtifactError, match=r"tokenizer_config\.json: altered"):
         GoldenExam.load(pack, config)
+
+
+def test_a_gpu_that_is_not_there_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    wanted = replace(options(tmp_path, tmp_path, tmp_path, tmp_path / "pack"), device="cuda")
+    unread: Any = None
+    with pytest.raises(ConfigError, match="--device cuda: torch finds no GPU"):
+        write_pack(unread, wanted)
 
 
 def test_a_key_that_cannot_sign_is_refused_before_the_work(

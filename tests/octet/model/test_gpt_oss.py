@@ -103,13 +103,13 @@ def test_a_published_config_is_described() -> None:
     [
         (
             ("calibrate", "--samples", "x.jsonl", "-o", "out"),
-            "Octet quantizes no GptOssForCausalLM",
+            "Octet does not quantize GptOssForCausalLM",
         ),
         (
             ("plan", "--gpu", "h100", "--context", "1k", "--concurrency", "1"),
-            "Octet quantizes no GptOssForCausalLM",
+            "Octet does not quantize GptOssForCausalLM",
         ),
-        (("serve",), "Octet quantizes no GptOssForCausalLM"),
+        (("serve",), "Octet does not quantize GptOssForCausalLM"),
         (("doctor",), "which engines run gpt-oss's MXFP4 on which GPU is not in Octet's table"),
     ],
 )
@@ -148,7 +148,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "an unknown name": (
         renamed(SCALES, f"{EXPERTS}.down_proj_zeros"),
         {},
-        f"tensor {EXPERTS}.down_proj_zeros is none that Octet reads",
+        f"tensor {EXPERTS}.down_proj_zeros is unknown in a GptOssForCausalLM",
     ),
     "codes in rows": (
         with_codes(BLOCKS, lambda x: x.reshape(*x.shape[:2], -1)),
@@ -168,7 +168,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, Any], str]] = {
     "codes that config.json does not declare": (
         dict,
         {"quantization_config": None},
-        f"tensor {EXPERTS.replace('1', '0')}.down_proj_blocks is none that Octet reads of a"
+        f"tensor {EXPERTS.replace('1', '0')}.down_proj_blocks is unknown in a"
         " GptOssForCausalLM whose config.json declares no MXFP4",
     ),
     "an unknown field": (

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from octet.errors import ConfigError, OctetError
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
@@ -161,20 +160,21 @@ class _Supervisor:
         self._logs = settings.logs
         self._stopping = False
         self._code = 0
+        self._received: list[int] = []  # signals to forward
 
     def run(self) -> int:
         """Returns the exit code once no worker is left."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._stop)
-        signal.signal(signal.SIGHUP, self._forward)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda received, _frame: self._received.append(received))
         running = list(self._workers)
         first, *others = running
-        self._start(first)
+        first.start()
         for worker in others:  # after the first, so that what none can use is one error
             worker.restart_at = math.inf
         try:
             while running:
                 time.sleep(POLL_S)
+                self._forward()
                 if first.started:
                     for worker in others:
                         worker.restart_at = min(worker.restart_at, time.monotonic())
@@ -192,7 +192,7 @@ class _Supervisor:
                 return True
             if time.monotonic() >= worker.restart_at:
                 worker.restart_at = 0.0
-                self._start(worker)
+                worker.start()
             return False
         code = worker.poll()
         if code is None:
@@ -203,7 +203,8 @@ class _Supervisor:
             return True
         if not any(each.started for each in self._workers):  # nor would the next one
             self._code = max(code, FORCED)
-            self._stop(signal.SIGTERM)
+            self._stopping = True
+            self._received.append(signal.SIGTERM)  # for those that are starting
             return True
         after_s = RESTART_S
         if not worker.started:
@@ -215,18 +216,16 @@ class _Supervisor:
         worker.restart_at = time.monotonic() + after_s
         return False
 
-    def _start(self, worker: _Worker) -> None:
-        worker.start()
-        if self._stopping:  # the signal came before there was a process to forward it to
-            worker.send(signal.SIGTERM)
+    def _forward(self) -> None:
+        """Sends each worker the signals received since the last call.
 
-    def _stop(self, number: int, _frame: FrameType | None = None) -> None:
-        self._stopping = True
-        self._forward(number)
-
-    def _forward(self, number: int, _frame: FrameType | None = None) -> None:
-        for worker in self._workers:
-            worker.send(number)
+        A handler does not: it may run while a worker is being started, and would miss that one.
+        """
+        while self._received:
+            number = self._received.pop(0)
+            self._stopping |= number != signal.SIGHUP
+            for worker in self._workers:
+                worker.send(number)
 
 
 def main() -> None:

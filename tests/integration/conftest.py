@@ -22,6 +22,10 @@ from tests.integration.servers.launch import TritonServer, VllmServer, cpu_flags
 from tests.shared import Shared
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
+FP8_BLOCKS = pytest.mark.skipif(
+    "amx_tile" not in cpu_flags(),
+    reason="vLLM's CPU build serves fp8-block only with AMX: use such a machine",
+)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octet.storage.tensors import TensorFile
-from tests.integration.conftest import EXAMPLE, octet
+from tests.integration.conftest import EXAMPLE, FP8_BLOCKS, octet
 from tests.integration.servers.launch import VllmServer
 from tests.integration.test_verify_peers import write
 from tests.integration.test_verify_url import verify
@@ -45,6 +45,7 @@ def test_the_export_holds_the_bytes_of_llm_compressor(source: Path) -> None:
     octet("verify", source / "export", "--model", source / SCHEME)
 
 
+@FP8_BLOCKS
 def test_a_vllm_of_the_export_is_proven(
     source: Path, start_vllm_for_test: Callable[..., VllmServer]
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from octet.proof.reference import load_proofs
-from tests.integration.conftest import EXAMPLE, octet
+from tests.integration.conftest import EXAMPLE, FP8_BLOCKS, octet
 from tests.integration.servers.launch import VllmServer
 from tests.integration.test_verify_peers import write
 from tests.integration.test_verify_url import verify
@@ -68,6 +68,7 @@ def serve(start_vllm_for_test: Callable[..., VllmServer]) -> Callable[[Path], Vl
     return partial(start_vllm_for_test, kv_cache_dtype="auto", generation_config="auto")
 
 
+@FP8_BLOCKS
 def test_a_vllm_of_llm_compressors_export_is_proven(
     of_llm_compressor: Path, serve: Callable[[Path], VllmServer]
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_vllm_of_llm_compressors_export_is_proven(
     assert (code, found["verdict"]["outcome"], found["findings"]) == (0, "as_expected", [])
 
 
+@FP8_BLOCKS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_vllm_with_a_loaders_fault_is_refused_and_the_fault_named(
     fault: str,

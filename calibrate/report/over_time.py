@@ -36,7 +36,7 @@ class DomainCounts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rule does to a domain, over all tensors.
+    """Effect of a rule on a domain, over all tensors.
 
     `saturated` and `underflow` are shares of all elements. `error` is the median over the tensors
     of the squared error relative to the squares; `worst` is the tensor with the largest. `kl` is

@@ -71,7 +71,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a scale does to `elements` of a tensor, as sums that add up over steps.
+    """Effect of a scale on `elements` of a tensor, as sums that add up over steps.
 
     `saturated` and `underflow` count elements as `Quality` does. `noise` is the sum of squared
     errors, `power` that of squares.

@@ -237,40 +237,22 @@ def test_a_full_gpu_is_an_error_of_one_line(
         replayed(planted, stream, divergence=True)
 
 
+def rescaled(planted: Path, out: Path, *options: str) -> None:
+    base = (planted / "calibration", "--model", planted / "model", "--no-predict", "-o", out)
+    done = octet("rescale", *base, *options)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_recipe_without_static_scales_is_refused(planted: Path, tmp_path: Path) -> None:
     """But its E4M3 cache has static scales, which are replayed alone."""
     stream = write_stream(tmp_path / "s.jsonl", "quiet", "loud")
-    done = octet(
-        "rescale",
-        planted / "calibration",
-        "--model",
-        planted / "model",
-        "--recipe",
-        "fp8",
-        "--no-predict",
-        "-o",
-        tmp_path / "dynamic",
-    )
-    assert done.returncode == 0, done.stderr
+    rescaled(planted, tmp_path / "dynamic", "--recipe", "fp8")
     base = ("--model", planted / "model", "--samples", stream)
     done = octet("replay", tmp_path / "dynamic", *base)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "recipe fp8 scales activations at run time, per token or group" in done.stderr
     assert f"octet rescale {tmp_path / 'dynamic'} --recipe fp8-static" in done.stderr
-    done = octet(
-        "rescale",
-        planted / "calibration",
-        "--model",
-        planted / "model",
-        "--recipe",
-        "fp8",
-        "--kv",
-        "e4m3",
-        "--no-predict",
-        "-o",
-        tmp_path / "cache",
-    )
-    assert done.returncode == 0, done.stderr
+    rescaled(planted, tmp_path / "cache", "--recipe", "fp8", "--kv", "e4m3")
     done = octet("replay", tmp_path / "cache", *base, "--divergence", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
@@ -313,18 +295,7 @@ def test_a_margin_of_the_recipe_is_head_room(planted: Path, tmp_path: Path) -> N
     recipe = tmp_path / "room.yaml"
     activations = "{granularity: tensor, margin: 3}"
     recipe.write_text(f"name: room\nweights: {{granularity: tensor}}\nactivations: {activations}\n")
-    done = octet(
-        "rescale",
-        planted / "calibration",
-        "--model",
-        planted / "model",
-        "--recipe",
-        recipe,
-        "--no-predict",
-        "-o",
-        tmp_path / "room",
-    )
-    assert done.returncode == 0, done.stderr
+    rescaled(planted, tmp_path / "room", "--recipe", str(recipe))
     before, after = (
         Calibration.load(x).scales for x in (planted / "calibration", tmp_path / "room")
     )

@@ -104,8 +104,11 @@ def main() -> None:
         calibration = options.calibration or calibrated(options, Path(scratch) / "calibration")
         bench = Bench(options, calibration)
     say(f"{len(bench.sets)} golden sets: {time.perf_counter() - began:.0f} s")
+    left = options.seconds - (time.perf_counter() - began)
+    bench.until = time.perf_counter() + 0.4 * left
     conforming = bench.shared("conforming", options.draws, options.processes)
     say(f"{len(conforming)} conforming draws: {time.perf_counter() - began:.0f} s")
+    bench.until = began + options.seconds
     faulty = bench.shared("faulty", options.faults, options.processes)
     bench.card["seconds"] = round(time.perf_counter() - began)
     write(options.output, bench.card, conforming, faulty)
@@ -142,6 +145,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=8192, help="of held-out text")
     parser.add_argument("--processes", type=int, default=1, help="on a CPU, a thread each")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which none is drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--join", type=Path, nargs="*", help="results to put together")
     parser.add_argument("--output", type=Path)
@@ -184,6 +188,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, directory: Path) -> None:
         self.seed = options.seed
+        self.until = math.inf
         self.random = np.random.default_rng(options.seed)
         torch.set_num_threads(1)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -232,6 +237,8 @@ class Bench:
         """Returns a row for each number, which seeds it, and prints it when it is there."""
         found = []
         for number in numbers:
+            if time.perf_counter() > self.until:
+                break
             self.random = np.random.default_rng([self.seed, what == "faulty", number])
             found.append(getattr(self, what)(number))
             say(json.dumps({"number": number} | found[-1]))

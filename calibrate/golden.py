@@ -166,11 +166,10 @@ class _Group:
         return nn.utils.rnn.pad_sequence(prompts, batch_first=True)
 
     def allocate(self, model: LayeredModel) -> None:
+        # As one block: malloc would keep the pages of smaller ones after they are freed.
+        shape = (model.spec.layers, *self.shape)
         for held in (self.keys, self.values):
-            held[:] = [
-                torch.zeros(self.shape, dtype=model.dtype, device=model.device)
-                for _ in range(model.spec.layers)
-            ]
+            held[:] = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
 
 class _GroupCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here

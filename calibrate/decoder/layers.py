@@ -149,8 +149,10 @@ class LayeredModel:
         with _decoder_replaced(self._model) as decoder:
             for start in range(0, self.spec.vocab_size, step):
                 rows = slice(start, start + step)
+                head.to("meta")  # frees the slice before
                 weight = self._weights.rows(f"{name}.weight", rows, self.dtype)
                 head.weight = _parameter(self._converted(head, weight))
+                del weight
                 if bias is not None:
                     head.bias = _parameter(bias[rows])
                 for part, x in zip(parts, normed, strict=True):

@@ -13,10 +13,10 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -45,6 +45,7 @@ class Setting:
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
     kv: str = "e5m2"  # cache that the checkpoint is exported for; "": the original checkpoint
     clients: int = 0  # that send requests meanwhile
+    characters: int = 600  # of their longest prompts
 
 
 CACHES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto", "": "auto"}
@@ -196,7 +197,7 @@ async def admitted(setting: Setting, url: str, golden: Path) -> dict[str, Any]:
 
     with contextlib.suppress(asyncio.CancelledError):
         async with asyncio.TaskGroup() as group:
-            load = group.create_task(clients(setting.clients, url, backend.models[0]))
+            load = group.create_task(clients(setting, url, backend.models[0]))
             first = await examine(exam, backend, send, 0, "refuse", timeout_s=TIMEOUT_S)
             cost = {"tokens": tokens, "seconds": round(seconds, 2)}
             if first.view is not None:
@@ -217,25 +218,24 @@ async def admitted(setting: Setting, url: str, golden: Path) -> dict[str, Any]:
     }
 
 
-async def clients(count: int, url: str, model: str) -> None:
-    """Sends requests of `count` clients, one after another each, until it is cancelled."""
-    texts = texts_of(SAMPLES / "calibration.jsonl")
+async def clients(setting: Setting, url: str, model: str) -> None:
+    """Sends requests of the setting's clients, one after another each, until it is cancelled."""
+    text = "\n".join(texts_of(SAMPLES / "calibration.jsonl"))
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
 
         async def client(number: int) -> None:
-            for text in _turns(texts, number):
-                body = {"model": model, "prompt": text[:600], "max_tokens": 64, "temperature": 1}
+            random = Random(number)
+            while True:
+                length = int(setting.characters * random.random() ** 2) + 16
+                start = random.randrange(len(text) - length)
+                body = {"model": model, "prompt": text[start : start + length]}
+                body |= {"max_tokens": 64, "temperature": 1}
                 async with session.post("/v1/completions", json=body) as response:
                     await response.read()
 
-        await asyncio.gather(*map(partial(client), range(count)))
-
-
-def _turns(texts: list[str], number: int) -> Iterator[str]:
-    while True:
-        yield texts[number % len(texts)]
-        number += 7
+        await asyncio.gather(*map(client, range(setting.clients)))
 
 
 if __name__ == "__main__":

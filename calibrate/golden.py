@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from calibrate.decoder.experts import watch_experts
 from calibrate.decoder.layers import LayeredModel
-from calibrate.decoder.weights import LayerWeights, free_memory
+from calibrate.decoder.weights import LayerWeights, free_memory, return_freed
 from calibrate.samples.golden_prompts import CONTINUATION
 from calibrate.simulate.schedule import fault_records
 from octet.artifacts.coverage import coverage
@@ -247,7 +247,9 @@ def _answers(
     nats, the likeliest tokens at the first POSITIONS positions, and up to CONTINUATION greedy
     tokens. Decode runs one token at a time for a whole group.
     """
+    return_freed()
     states = _prefill(model, groups, progress)
+    return_freed()
     nlls = [_nlls(model, x.prompts, y) for x, y in zip(groups, states, strict=True)]
     prompts = _work(model, [int(group.lengths.sum()) for group in groups])
     progress.step(prompts * _head_layers(model.spec))
@@ -256,6 +258,8 @@ def _answers(
     firsts = [[next(found) for _ in group.prompts] for group in groups]
     chosen = [[[int(x.argmax())] for x in logits] for logits in firsts]
     tops = [[[_top(x)] for x in logits] for logits in firsts]
+    del states, last
+    return_freed()
     eos = set(model.spec.eos_token_ids)
     while len(chosen[0][0]) < CONTINUATION and not all(eos & {*x} for y in chosen for x in y):
         answers = _next(model, groups, chosen, progress)

@@ -176,6 +176,9 @@ _DTYPES = {
 }
 
 
+_PIECE = 1 << 20  # values that are converted at a time
+
+
 class Stored(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint below `prefix`, each copied in `dtype` on every access.
 
@@ -207,10 +210,15 @@ class Stored(Mapping[str, torch.Tensor]):
 
 def to_torch(tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copies a stored floating-point tensor to the CPU in `dtype`, into memory of its own."""
-    copy = empty_like_stored(tensor.dtype, tensor.shape)
-    raw = copy.view(_DTYPES[tensor.dtype][1]).numpy()
-    np.copyto(raw, tensor.codes.view(raw.dtype))
-    return copy.to(dtype)
+    whole = torch.empty(tensor.shape, dtype=dtype)
+    flat, codes = whole.view(-1), tensor.codes.reshape(-1)
+    piece = empty_like_stored(tensor.dtype, (min(len(codes), _PIECE),))
+    raw = piece.view(_DTYPES[tensor.dtype][1]).numpy()
+    for start in range(0, len(codes), _PIECE):
+        part = codes[start : start + _PIECE]
+        np.copyto(raw[: len(part)], part.view(raw.dtype))
+        flat[start : start + len(part)] = piece[: len(part)]
+    return whole
 
 
 def empty_like_stored(dtype: str, shape: tuple[int, ...], *, pin: bool = False) -> torch.Tensor:

@@ -6,6 +6,7 @@ pinned memory and copied while earlier layers compute. On a CPU, layers are held
 computed with, if all of them fit.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from octet.hardware.cores import usable_cores
 from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor
 
-__all__ = ["LayerWeights", "free_memory", "full_gpu"]
+__all__ = ["LayerWeights", "free_memory", "full_gpu", "return_freed"]
 
 _CPU_BYTES = 1 << 30
 _AHEAD = 4  # layers that are read before their turn: a dozen large tensors, each by one thread
@@ -46,6 +47,13 @@ def free_memory(device: torch.device) -> int:
         return int(found["MemAvailable"].split()[0]) << 10
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def return_freed() -> None:
+    """Returns freed memory of the CPU to the system, of which glibc's malloc keeps up to all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ HOLD_S = 10.0  # until what a gateway holds lapses without a report: it was kill
 RENEW_S = 3.0  # between reports of a key that does not change, but has requests in flight
 PRESENCE_S = 1.0  # between reports of this gateway itself
 RETRY_S = 0.5
-SETTLE_S = 3.0  # after a loss, or Redis's start, in which all gateways notice it and report again
+SETTLE_S = 3.0  # after a loss, or Redis's start: all gateways notice it and report again
 BATCH = 256  # reports in one round trip
 
 _LIMITLESS = (-1, -1, -1, -1)
@@ -320,7 +320,7 @@ class SharedLimits:
         """Returns how long Redis has been running; 0 if this user may not see it."""
         from redis.exceptions import RedisError
 
-        with contextlib.suppress(RedisError, OSError, TimeoutError):
+        with contextlib.suppress(RedisError, OSError, TimeoutError, KeyError):
             async with asyncio.timeout(TIMEOUT_S):
                 return float((await self._redis.info("server"))["uptime_in_seconds"])
         return 0.0

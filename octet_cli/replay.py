@@ -57,7 +57,8 @@ def replay(
 
     Compares the calibration's scales (frozen), Transformer Engine's delayed scaling and current
     scaling, domain by domain: what saturates, what becomes zero, and the squared error. Compares
-    the domains themselves, and what the scale of one costs on another.
+    the domains themselves, and what the scale of one costs on another. If it is interrupted, it
+    reports the samples until then.
     """
     require_page(html)
 
@@ -86,3 +87,5 @@ def replay(
     found = run(opened, options, console=console_for(as_json))
     report = "calibrate.report.over_time"
     finish(found, html, as_json, page=f"{report}_page", report=report)
+    if found.interrupted:
+        raise KeyboardInterrupt  # for the exit code

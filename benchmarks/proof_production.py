@@ -5,7 +5,7 @@ graphs, prefix caching and chunked prefill, and otherwise where a row says so. T
 must admit each server, without clients and with up to 256, and find all prompts right. Servers
 that are started together share the GPU.
 
-    PYTHONPATH=. python benchmarks/proof_production.py MODEL CALIBRATION [--vllm COMMAND] [--output FILE]
+    python benchmarks/proof_production.py MODEL CALIBRATION [--vllm CMD] [--output FILE]
 
 It needs a GPU with vLLM 0.24, and a calibration with predictions, such as one of
 `examples/reference/train.py`, whose context of 8,192 tokens lets clients send long prompts.

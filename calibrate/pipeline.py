@@ -283,7 +283,7 @@ def _golden_records(job: Job) -> GoldenSet:
 
 
 def _solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> Solved:
-    """Folds what cache scales there are into the weights, and derives the scales."""
+    """Folds cache scales, if there are any, into the weights, and derives all scales."""
     folding = find_folds(
         changed.checkpoint, observed.histograms, observed.observations, changed.scales
     )

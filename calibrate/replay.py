@@ -32,6 +32,7 @@ from calibrate.scales.over_time import RULES, Delayed, Rule, TensorOverTime
 from calibrate.scales.tensor_scheme import ObservedScheme, scheme_of
 from octet.artifacts.calibration import Calibration
 from octet.errors import ConfigError
+from octet.interrupts import held_back
 from octet.model.checkpoint import Checkpoint
 from octet.progress import Spread, progress_bar
 
@@ -50,9 +51,10 @@ def replay(
 ) -> Replay:
     """Runs the stream through the calibrated model, and returns what each rule of scaling does.
 
-    `opened` is from `calibrate.options.validate_replay`. Raises a subclass of OctetError for
-    anything that the user can correct; NumericsError names tensor, channel and sample of the first
-    NaN or Inf.
+    `opened` is from `calibrate.options.validate_replay`. If the user interrupts it, returns what
+    the steps until then have shown; before the first one, raises KeyboardInterrupt. Raises a
+    subclass of OctetError for anything that the user can correct; NumericsError names tensor,
+    channel and sample of the first NaN or Inf.
     """
     delayed = Delayed(options.history, options.algorithm, options.margin)
     checkpoint, stream = opened
@@ -65,15 +67,26 @@ def replay(
     dtype, device = _dtype_of(origin), torch.device(resolve_device(options.device))
     costs = RuleCosts(checkpoint, origin, dtype, device) if options.divergence else None
     runner = _Runner(checkpoint, origin, stream, options, dtype, device)  # in what memory is left
-    domains = dict.fromkeys(stream.samples, DomainCounts())
-    with progress_bar(console, "Replay", sum(stream.samples.values()), "samples") as advance:
-        for steps in _windows(stream, options.batch_size):
-            batches, names = runner.batches(steps), [domain for domain, _ in steps]
-            scales = _fold(tensors, names, runner.counts(batches, advance))
-            if costs is not None:
-                costs.add(names, batches, scales)
-            for domain, batch in zip(names, batches, strict=True):
-                domains[domain] = domains[domain].after(len(batch.lengths), batch.tokens)
+    domains: dict[str, DomainCounts] = {}
+    notes: list[str] = []
+    total = sum(stream.samples.values())
+    try:
+        with progress_bar(console, "Replay", total, "samples") as advance:
+            for steps in _windows(stream, options.batch_size):
+                batches, names = runner.batches(steps), [domain for domain, _ in steps]
+                counts = runner.counts(batches, advance)
+                with held_back():  # all of a step's figures count, or none
+                    scales = _fold(tensors, names, counts)
+                    for domain, batch in zip(names, batches, strict=True):
+                        before = domains.get(domain, DomainCounts())
+                        domains[domain] = before.after(len(batch.lengths), batch.tokens)
+                if costs is not None:
+                    costs.add(names, batches, scales)
+    except KeyboardInterrupt:
+        done = sum(domain.samples for domain in domains.values())
+        if not done:
+            raise
+        notes.append(f"interrupted after {done:,} of {total:,} samples: these are their figures")
     compared = {}
     for name, (scheme, tensor) in static.items():
         histograms = {domain: tensor.histogram(domain) for domain in tensor.counts}
@@ -88,7 +101,8 @@ def replay(
         tensors=tensors,
         compared=compared,
         kl=costs.found if costs is not None else {},
-        notes=runner.notes(),
+        notes=(*notes, *runner.notes()),
+        interrupted=bool(notes),
     )
 
 

@@ -1,6 +1,5 @@
 """`octet bench`: the speed of several servers under the same load, beside their quality."""
 
-import json
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -17,11 +16,11 @@ from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.progress import progress_bars
 from octet_cli.evaluate import (
     TOP_K,
+    finish,
     note,
     prove,
     require_golden,
     require_room,
-    standard_output,
 )
 from octet_cli.options import Golden, Json, Key, TextField, console_for
 
@@ -163,16 +162,7 @@ def bench(
         capacities = [kv_capacity(one.url, api_key) for one in servers]
     gpu = gpu_name() if all(is_local(place.url) for place in places) else None
     result = summarise(plan, runs, capacities, comparison, proofs=[*proofs.values()], gpu=gpu)
-    if html is not None:
-        from verify.bench.html import write_page
-
-        write_page(html, result)
-    if as_json:
-        print(json.dumps(result.as_json()))
-    else:
-        from verify.bench.console import render
-
-        standard_output().print(render(result))
+    finish(result, html, as_json, page="verify.bench.html", report="verify.bench.console")
 
 
 def _require_targets(targets: list[str]) -> None:

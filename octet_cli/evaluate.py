@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TOP_K",
     "evaluate",
+    "finish",
     "note",
     "prove",
     "require_golden",
@@ -286,6 +288,19 @@ def standard_output() -> Console:
     """Returns a console for standard output; in a pipe, wide enough for long names."""
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, markup=False, width=_PIPE if free else None)
+
+
+def finish(result: Any, html: Path | None, as_json: bool, *, page: str, report: str) -> None:
+    """Writes `--html`, if given, and prints the result: as JSON, or as a report.
+
+    `page` and `report` are the modules with `write_page` and `render`.
+    """
+    if html is not None:
+        import_module(page).write_page(html, result)
+    if as_json:
+        print(json.dumps(result.as_json()))
+    else:
+        standard_output().print(import_module(report).render(result))
 
 
 def note(line: str) -> None:

@@ -1,13 +1,12 @@
 """`octet plan`: the memory, GPUs, speed and cost of serving a model, from its config alone."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from octet.errors import ConfigError
-from octet_cli.evaluate import require_page, standard_output
+from octet_cli.evaluate import finish, require_page
 from octet_cli.options import Json
 
 __all__ = ["plan"]
@@ -62,13 +61,4 @@ def plan(
     measurements = () if bench is None else read_bench(bench, device)
     goal = Goal(device, tokens, concurrency, generated, price)
     found = make_plan(Model.open(model), goal, measurements)
-    if html is not None:
-        from octet.plan.html import write_page
-
-        write_page(html, found)
-    if as_json:
-        print(json.dumps(found.as_json()))
-    else:
-        from octet.plan.console import render
-
-        standard_output().print(render(found))
+    finish(found, html, as_json, page="octet.plan.html", report="octet.plan.console")

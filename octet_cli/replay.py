@@ -1,6 +1,5 @@
 """`octet replay`: what a stream of other text does to the scales of a calibration."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,7 +7,7 @@ import typer
 
 from octet.interrupts import held_back
 from octet.recipe import MOST_MARGIN
-from octet_cli.evaluate import require_page, standard_output
+from octet_cli.evaluate import finish, require_page
 from octet_cli.options import Json, ModelOption, Source, TextField, console_for
 
 __all__ = ["replay"]
@@ -58,7 +57,8 @@ def replay(
 
     Compares the calibration's scales (frozen), Transformer Engine's delayed scaling and current
     scaling, domain by domain: what saturates, what becomes zero, and the squared error. Compares
-    the domains themselves, and what the scale of one costs on another.
+    the domains themselves, and what the scale of one costs on another. If it is interrupted, it
+    reports the samples until then.
     """
     require_page(html)
 
@@ -82,15 +82,10 @@ def replay(
     with held_back():
         from calibrate.decoder.arithmetic import fit_threads
         from calibrate.replay import replay as run
-        from calibrate.report.over_time import render
 
     fit_threads()
     found = run(opened, options, console=console_for(as_json))
-    if html is not None:
-        from calibrate.report.over_time_page import write_page
-
-        write_page(html, found)
-    if as_json:
-        print(json.dumps(found.as_json()))
-    else:
-        standard_output().print(render(found))
+    report = "calibrate.report.over_time"
+    finish(found, html, as_json, page=f"{report}_page", report=report)
+    if found.interrupted:
+        raise KeyboardInterrupt  # for the exit code

@@ -96,7 +96,7 @@ def serve(
     if arguments and not arguments[0].startswith("-"):
         raise ConfigError(f"{arguments[0]}: give one export; options of vLLM go behind --")
     if check and config is not None:
-        _check(config, proof=proof)
+        _check(config, proof=proof, workers=workers)
         return
     from serve.settings import Options, settings_of
     from serve.vllm.command import cache_variables
@@ -188,13 +188,13 @@ def _octet(*words: object) -> None:
         raise typer.Exit(code)
 
 
-def _check(config: Path, *, proof: bool) -> None:
+def _check(config: Path, *, proof: bool, workers: int) -> None:
     """Prints a summary of the configuration, or all its problems and exits 2."""
     from serve.check import check
     from serve.config.load import Refused
 
     try:
-        print("\n".join(check(config, proof=proof)))
+        print("\n".join(check(config, proof=proof, workers=workers)))
     except Refused as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
         raise typer.Exit(2) from None

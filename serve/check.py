@@ -23,20 +23,23 @@ from serve.gateway.state import Gateway
 from serve.gateway.unproven import unproven
 from serve.members.factory import make_backend
 from serve.proof.exam import Exams, directory_of
+from serve.workers import problems_of_workers
 
 __all__ = ["check"]
 
 
-def check(path: Path, *, proof: bool = True) -> list[str]:
+def check(path: Path, *, proof: bool = True, workers: int = 1) -> list[str]:
     """Reads the file as `octet serve` would, and makes its backends without starting them.
 
-    Without `proof`, reads it as `octet serve --no-proof` would. Returns its findings as lines.
+    Without `proof`, reads it as `octet serve --no-proof` would; with `workers` above 1, as for so
+    many processes. Returns its findings as lines.
     Raises OctetError for a configuration that cannot work: `Refused` with every problem of the
     file.
     """
     config = load_config(path)
     config = config if proof else config.without_proof()
-    refuse(path, Document.read(path), list(_problems(config)))
+    of_workers = problems_of_workers(config, workers) if workers > 1 else ()
+    refuse(path, Document.read(path), [*_problems(config), *of_workers])
     lines = [f"warning: {warning}" for warning in (*checks.warnings(config), *_warnings(config))]
     lines += [_tier(name, tier) for name, tier in config.tiers.items()]
     lines += [_model(name, model) for name, model in config.models.items()]

@@ -19,14 +19,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from octet.errors import ConfigError, OctetError
+from octet.errors import OctetError
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
-from serve.config.checks import load_config
+from serve.config.checks import load_config, pools_of
+from serve.config.document import Document, Problem
+from serve.config.load import refuse
 from serve.gateway.state import Gateway
 from serve.run import FORCED, bind, prepared, serve_until_signal
 from serve.telemetry.logs import logging_to, say
 
-__all__ = ["main", "run_workers"]
+__all__ = ["main", "problems_of_workers", "run_workers"]
 
 POLL_S = 0.1
 RESTART_S = 1.0  # from the end of a worker until the next
@@ -53,8 +55,7 @@ def run_workers(
     start.
     """
     settings = prepared(settings, host=host, port=port, proof=proof)
-    for problem in _problems(settings, count):
-        raise ConfigError(f"configuration {config}: {problem}")
+    refuse(config, Document.read(config), list(problems_of_workers(settings, count)))
     Gateway.from_config(settings)  # raises what each worker would raise
     with contextlib.ExitStack() as stack:
         listen, admin = settings.listen, settings.admin
@@ -66,30 +67,40 @@ def run_workers(
             assert admin.port is not None
             at = admin.port + i if admin.port else 0
             admin_listener = stack.enter_context(bind(admin.host, at))
-            workers.append(_Worker(listener, admin_listener, (config, proof, count)))
+            workers.append(_Worker(listener, admin_listener, (i, config, proof, count)))
         code = _Supervisor(workers, settings).run()
     if code:
         sys.exit(code)
 
 
-def _problems(settings: GatewayConfig, count: int) -> Iterator[str]:
-    """Yields why several processes cannot serve `settings`."""
+def problems_of_workers(settings: GatewayConfig, count: int) -> Iterator[Problem]:
+    """Yields why `count` processes cannot serve `settings`."""
     access = settings.access
-    for name, pool in settings.all_pools.items():
+    for _, loc, pool in pools_of(settings):
         if any(isinstance(backend, EmbeddedConfig | ManagedConfig) for backend in pool.backends):
             yield (
-                f"pool {name}: --workers {count} would start its engine {count} times; give the "
-                "`url` of a server that runs already"
+                loc,
+                f"--workers {count} would start its engine {count} times; give the `url` of a "
+                "server that runs already",
             )
     if access.shared is None and any(key.limited for key in access.keys):
-        yield f"access.shared: missing: each of {count} workers would give a key its whole limits"
+        yield (
+            ("access", "shared"),
+            f"missing: each of {count} workers would give a key its whole limits",
+        )
     replicas = access.shared.replicas if access.shared else None
     if replicas is not None and replicas < count:
-        yield f"access.shared.replicas: is {replicas}; count all {count} workers of each gateway"
+        yield (
+            ("access", "shared", "replicas"),
+            f"is {replicas}; count all {count} workers of each gateway",
+        )
     if settings.admin.port is None:
-        yield "admin.port: missing: each worker has /status and /metrics of its own, from there on"
+        yield (
+            ("admin", "port"),
+            "missing: each worker has /status and /metrics of its own, from there on",
+        )
     elif settings.admin.port + count > 65536:
-        yield f"admin.port: leaves no port for the last of {count} workers"
+        yield ("admin", "port"), f"leaves no port for the last of {count} workers"
 
 
 class _Worker:
@@ -99,7 +110,7 @@ class _Worker:
         self,
         listener: socket.socket,
         admin_listener: socket.socket,
-        settings: tuple[Path, bool, int],
+        settings: tuple[int, Path, bool, int],
     ) -> None:
         self.listener = listener
         self.started = False
@@ -114,9 +125,9 @@ class _Worker:
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self.started = False
-        config, proof, count = self._settings
+        number, config, proof, count = self._settings
         fds = [one.fileno() for one in (self.listener, self._admin_listener, theirs)]
-        given = json.dumps([str(config), proof, count, *fds])
+        given = json.dumps([number, str(config), proof, count, *fds])
         # Until it can reload, SIGHUP waits: it would end the process.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
@@ -230,7 +241,7 @@ class _Supervisor:
 
 def main() -> None:
     """Runs one worker: the argument is what `_Worker.start` gives."""
-    config, proof, count, listener, admin_listener, channel = json.loads(sys.argv[1])
+    number, config, proof, count, listener, admin_listener, channel = json.loads(sys.argv[1])
     parent = socket.socket(fileno=channel)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -241,7 +252,7 @@ def main() -> None:
     try:
         settings = load_config(Path(config))
         settings = settings if proof else settings.without_proof()
-        with logging_to(settings.logs):
+        with logging_to(settings.logs, worker=number):
             gateway = Gateway.from_config(settings, processes=count)
             gateway.path, gateway.proves = Path(config), proof
             clean = serve_until_signal(

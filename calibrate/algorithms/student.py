@@ -78,7 +78,7 @@ class Student:
         return states
 
     def close(self) -> None:
-        """Ends the rounding of activations and cache: the model computes as before."""
+        """Stops rounding activations and cache: the model computes as before."""
         self._rounding.close()
 
 

@@ -94,7 +94,7 @@ def tap_experts(layer: torch.nn.Module, prefix: str, spec: ModelSpec, tap: Tap) 
 
 
 def _product(experts: Any, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """Returns what the projection `name` of an expert makes of `rows` [n, K], as its own loop."""
+    """Returns the output of an expert's projection `name` for `rows` [n, K]."""
     weight = getattr(experts, name)[expert]
     if not _transposed(experts):
         return linear(rows, weight)

@@ -31,7 +31,7 @@ _BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _straight_through(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Gives a function that rounds its first argument the gradient of that argument."""
+    """Makes a rounding function pass gradients to its first argument unchanged."""
 
     @wraps(function)
     def rounding(*args: P.args, **kwargs: P.kwargs) -> Tensor:

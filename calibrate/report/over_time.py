@@ -69,6 +69,7 @@ class Replay:
     compared: Mapping[str, Comparison]
     kl: Mapping[tuple[str, Rule], MeanKl]  # {} if it was not measured
     notes: tuple[str, ...]
+    interrupted: bool = False  # before the end of the stream
 
     def outcome(self, domain: str, rule: Rule) -> Outcome:
         found = {
@@ -147,6 +148,7 @@ class Replay:
             "domains": [self._domain(domain) for domain in self.ordered],
             "tensors": [self._tensor(name) for name in self.differing],
             "notes": list(self.notes),
+            "interrupted": self.interrupted,
         }
 
     def _domain(self, domain: str) -> dict[str, Any]:

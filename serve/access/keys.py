@@ -161,6 +161,11 @@ class Keys:
             raise _unauthorized(f"the API key '{principal.name}' has expired")
         return principal
 
+    def in_use(self) -> None:
+        """Forgets the shared rates of keys that are gone: these keys have replaced all others."""
+        if self.shared is not None:
+            self.shared.retain(self._rates)
+
     def close(self) -> None:
         """Writes what the keys have spent."""
         self.usage.write()

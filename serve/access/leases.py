@@ -1,4 +1,4 @@
-"""One key's limits, shared with other gateways: leases of what is left, and a share without them.
+"""Shares one key's limits with other gateways: by leases, or by a fixed part without the store.
 
 A lease is a number of requests and tokens that this process may begin within `LEASE_S`, without
 another call. The store counts it from when it is granted, as used at the last possible moment; the
@@ -26,15 +26,15 @@ from serve.config import KeyConfig
 __all__ = ["LEASE_S", "Reply", "SharedRates", "Store"]
 
 LEASE_S = 2.0
-LEASES = 256  # that make up a limit: a lease is this part of it, or one request if that is more
-AGAIN_S = 0.2  # for which a refusal stands, so that refused requests are not a load on the store
+LEASES = 256  # a lease is this part of a limit, or one request if that is more
+AGAIN_S = 0.2  # a refusal is repeated for so long, without a call to the store
 MINUTE_S = 60.0
 NO_LIMIT = -1
 REQUESTS, TOKENS, QUOTA, IN_FLIGHT = 1, 2, 3, 4  # verdicts; 0 is a lease
 
 
 class Reply(NamedTuple):
-    """The store's answer to a report: see limits.lua, which returns these numbers."""
+    """The store's answer to a report; limits.lua returns these numbers."""
 
     now: int  # ms since 1970
     verdict: int  # 0: granted; else the limit that is reached

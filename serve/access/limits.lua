@@ -8,6 +8,10 @@
 -- use of the last minute; a lease counts at the last moment at which it may be used. Times are
 -- milliseconds since 1970 by the server's clock; a caller sends only ages.
 --
+-- KEYS[2] is a hash of the tokens of `day` by processes that have ended, or not reported for a
+-- minute: "day", their sum as "all", and one field per process. Their fields leave KEYS[1], which
+-- every call reads whole. A process that reports again leaves KEYS[2].
+--
 -- Returns {now, verdict, wait, requests, tokens, and of the others: requests, tokens, tokens of the
 -- day, requests in flight, how many are alive}.
 local WINDOW, DAY = 60000, 86400000
@@ -35,8 +39,17 @@ local function add(moment, requests, tokens)
   end
 end
 
-local others_day, others_flight, alive = 0, 0, 0
-local gone = {}
+local quiet = redis.call('HMGET', KEYS[2], 'day', 'all', replica)
+local quiet_day, quiet_tokens, quiet_own = tonumber(quiet[1]), tonumber(quiet[2]), quiet[3]
+if not (quiet_day and quiet_tokens) and redis.call('EXISTS', KEYS[2]) == 1 then
+  return redis.error_reply('FOREIGN ' .. KEYS[2])
+end
+local ended = quiet_day and quiet_day < today
+if ended or not quiet_day then quiet_day, quiet_tokens, quiet_own = today, 0, false end
+quiet_tokens = quiet_tokens - (tonumber(quiet_own) or 0)
+
+local others_day, others_flight, alive = quiet_tokens, 0, 0
+local gone, gone_tokens = {}, {}
 local fields = redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
   local lapses, of_day, of_spent, of_held, of_flight, moments =
@@ -53,7 +66,8 @@ for i = 1, #fields, 2 do
     if tonumber(lapses) > now then
       others_day, others_flight = others_day + of_held, others_flight + of_flight
       alive = alive + 1
-    elseif tonumber(lapses) + WINDOW < now and tonumber(of_spent) == 0 then
+    elseif tonumber(lapses) + WINDOW < now then
+      gone_tokens[#gone_tokens + 1] = tonumber(of_spent)
       gone[#gone + 1] = fields[i]
     end
   end
@@ -106,7 +120,17 @@ end
 
 redis.call('HSET', KEYS[1], replica, string.format('1 %.0f %.0f %.0f %.0f %.0f %s',
   now + keep_ms, today, spent, held, flight, table.concat(report, ' ')))
-if #gone > 0 then redis.call('HDEL', KEYS[1], unpack(gone, 1, math.min(#gone, 1000))) end
 redis.call('PEXPIRE', KEYS[1], 2 * DAY)
+if ended then redis.call('DEL', KEYS[2]) end
+if quiet_own then redis.call('HDEL', KEYS[2], replica) end
+for i, process in ipairs(gone) do
+  quiet_tokens = quiet_tokens + gone_tokens[i]
+  if gone_tokens[i] > 0 then redis.call('HSET', KEYS[2], process, gone_tokens[i]) end
+  redis.call('HDEL', KEYS[1], process)
+end
+if quiet_own or quiet_tokens > 0 and #gone > 0 then
+  redis.call('HSET', KEYS[2], 'day', quiet_day, 'all', string.format('%.0f', quiet_tokens))
+  redis.call('PEXPIRE', KEYS[2], 2 * DAY)
+end
 return {now, verdict, wait, requests, tokens, others_requests, others_tokens, others_day,
   others_flight, alive}

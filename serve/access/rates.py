@@ -85,7 +85,7 @@ class Minute:
         return 0.0
 
     def slots(self, now: float) -> dict[int, int]:
-        """Returns what was used in each second of the last minute, without the unused ones."""
+        """Returns the use in each second of the last minute, without seconds of no use."""
         self._advance(now)
         seconds = range(self._newest - SLOTS + 1, self._newest + 1)
         return {second: used for second in seconds if (used := self._slots[second % SLOTS])}

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ HOLD_S = 10.0  # until what a gateway holds lapses without a report: it was kill
 RENEW_S = 3.0  # between reports of a key that does not change, but has requests in flight
 PRESENCE_S = 1.0  # between reports of this gateway itself
 RETRY_S = 0.5
-SETTLE_S = 3.0  # after a loss, in which all gateways notice it and report again
+SETTLE_S = 3.0  # after a loss, or Redis's start: all gateways notice it and report again
 BATCH = 256  # reports in one round trip
 
 _LIMITLESS = (-1, -1, -1, -1)
@@ -102,6 +102,14 @@ class SharedLimits:
             rates = self._rates[key.name] = SharedRates(key, self.usage, self)
         return rates
 
+    def retain(self, names: Collection[str]) -> None:
+        """Forgets keys that are not in `names`, except those used in the last minute."""
+        self._rates = {
+            name: rates
+            for name, rates in self._rates.items()
+            if name in names or rates.held or rates.history()
+        }
+
     async def start(self) -> None:
         """Connects. If Redis is out of reach, goes on trying, and `when_lost` applies.
 
@@ -111,6 +119,7 @@ class SharedLimits:
         try:
             await self._call([(None, None)], HOLD_S)  # before anything else is written
             await self._exchange(everything=True)
+            young_s = SETTLE_S - await self._uptime_s()
         except _Lost as lost:
             if lost.final:
                 await self.close()
@@ -118,6 +127,8 @@ class SharedLimits:
             self._lose(str(lost), first=True)
         else:
             self.state, self.reason = "shared", ""
+            if young_s > 0:  # it may have been emptied, and gateways that run may not know it yet
+                self._settle("has just started: all gateways report first", young_s)
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -183,12 +194,15 @@ class SharedLimits:
 
     def _found(self, lost: bool) -> None:
         if lost:
-            self.state, self.reason = "settling", "was lost: all gateways report again"
-            self._settled_at = self.clock() + SETTLE_S
+            self._settle("was lost: all gateways report again", SETTLE_S)
             _log.info("shared limits: Redis at %s is back", self.address)
         elif self.state == "settling" and self.clock() >= self._settled_at:
             self.state, self.reason = "shared", ""
-            _log.info("shared limits: counted by Redis at %s again", self.address)
+            _log.info("shared limits: counted by Redis at %s from now on", self.address)
+
+    def _settle(self, reason: str, seconds: float) -> None:
+        self.state, self.reason = "settling", reason
+        self._settled_at = self.clock() + seconds
 
     def _lose(self, reason: str, *, first: bool = False) -> None:
         if self.state != "lost":
@@ -277,7 +291,7 @@ class SharedLimits:
                     self._sha = await self._redis.script_load(self._script)
                 pipeline = self._redis.pipeline(transaction=False)
                 for rates, tokens in batch:
-                    pipeline.evalsha(self._sha, 1, *self._arguments(rates, tokens, keep_s))
+                    pipeline.evalsha(self._sha, 2, *self._arguments(rates, tokens, keep_s))
                 found = await pipeline.execute(raise_on_error=False)
             for reply in found:
                 if isinstance(reply, Exception):
@@ -295,10 +309,21 @@ class SharedLimits:
         times = [round(keep_s * 1000), round(LEASE_S * 1000)]
         prefix = self.config.prefix
         if rates is None:  # the gateway itself, as a key without limits
-            return [f"{prefix}:gateways", self._id, "", *times, *_LIMITLESS, -1, *([0] * 7)]
-        name, history = f"{prefix}:limits:{rates.key.name}", rates.history()
+            keys = [f"{prefix}:gateways", f"{prefix}:quiet"]
+            return [*keys, self._id, "", *times, *_LIMITLESS, -1, *([0] * 7)]
+        keys = [f"{prefix}:limits:{rates.key.name}", f"{prefix}:quiet:{rates.key.name}"]
+        history = rates.history()
         report = rates.report(tokens, renew=keep_s > 0)
-        return [name, self._id, history, *times, *report]
+        return [*keys, self._id, history, *times, *report]
+
+    async def _uptime_s(self) -> float:
+        """Returns how long Redis has been running; 0 if this user may not see it."""
+        from redis.exceptions import RedisError
+
+        with contextlib.suppress(RedisError, OSError, TimeoutError, KeyError):
+            async with asyncio.timeout(TIMEOUT_S):
+                return float((await self._redis.info("server"))["uptime_in_seconds"])
+        return 0.0
 
     def _server_time(self) -> float:
         """Returns Redis's time in seconds since 1970; this machine's until Redis has answered."""

@@ -142,6 +142,7 @@ class Change:
             if self.pools.get(name) is not pool:
                 report["backends_removed"] += len(pool.members)
         self._gateway.replace(Epoch(self.config, self.routes, self.keys), self.pools)
+        self.keys.in_use()
         report["needs_restart"] = self.restart
         return report
 

@@ -310,7 +310,8 @@ async function request(method, path) {
     return { problem: "the gateway cannot be reached" };
   }
 }
-const pathOf = ({ pool, name }) => `admin/pools/${encodeURI(pool)}/backends/${encodeURI(name)}`;
+// A name may contain slashes. As %2F they stay part of it: `/../` would otherwise lead elsewhere.
+const pathOf = ({ pool, name }) => `admin/pools/${encodeURIComponent(pool)}/backends/${encodeURIComponent(name)}`;
 const done = (text, wrong) => say(byId("done"), text, wrong);
 
 async function prove(one) {

@@ -1,7 +1,7 @@
 """Compares what clients get with the artifact: the defaults behind what their requests leave out.
 
 A probe of the golden prompts sends every value itself, so it does not show them. A few requests
-that leave them out do, and cost about a hundred tokens:
+that leave them out do, and cost about seventy tokens:
 
 | what           | how                                                                       |
 |----------------|---------------------------------------------------------------------------|
@@ -32,12 +32,11 @@ from serve.backends.bounds import MAX_TOKENS
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.probe import LADDER, NO_PENALTIES, ClientView
-from serve.proof.sampling import Sampled, Sampling, other_sampling
+from serve.proof.sampling import Sampled, Sampling, divergence, other_sampling
 
 __all__ = ["Defaults", "client_view"]
 
-_DRAWN = 64  # tokens: enough to tell common settings from neutral ones
-_ANSWERS = 4  # at once, in which these are drawn
+_DRAWN = 28  # tokens after one prompt: enough to tell common settings from neutral ones
 _GREEDY = 24  # tokens
 _SHORT = 24  # tokens of a prompt, if there is one so short
 _PIECE = 2000  # tokens whose texts are one request to /tokenize
@@ -182,7 +181,9 @@ class _Examiner:
         missing = []
         for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])[:_STOPS]:
             bias = {str(token): 100.0}
-            answer = await self._complete(2, temperature=0.0, logprobs=None, logit_bias=bias)
+            answer = await self._complete(
+                _short(self._golden)[0], 2, temperature=0.0, logprobs=None, logit_bias=bias
+            )
             if answer["choices"][0]["finish_reason"] != "stop":
                 missing.append(str(token))
         if not missing:
@@ -191,10 +192,11 @@ class _Examiner:
 
     async def penalties(self) -> str | None:
         wanted = self._generation.get("repetition_penalty") or 1.0
-        plain = _displaced(await self._complete(_GREEDY, temperature=0.0))
+        record = _uncertain(self._golden)
+        plain = _displaced(await self._complete(record, _GREEDY, temperature=0.0))
         if wanted == 1.0 and not plain:
             return None
-        explicit = await self._complete(_GREEDY, temperature=0.0, repetition_penalty=wanted)
+        explicit = await self._complete(record, _GREEDY, temperature=0.0, repetition_penalty=wanted)
         if _displaced(explicit) != plain:
             line = f"its default repetition_penalty is not the artifact's, which is {wanted:g}"
         elif wanted == 1.0:
@@ -208,7 +210,7 @@ class _Examiner:
 
     async def sampling(self) -> str | None:
         declared = Sampling.of(self._generation)
-        answer = await self._complete(_DRAWN // _ANSWERS, n=_ANSWERS, **NO_PENALTIES)
+        answer = await self._complete(_telling(self._golden), 1, n=_DRAWN, **NO_PENALTIES)
         tokens = _sampled(answer["choices"])
         other = await asyncio.to_thread(other_sampling, declared, tokens)
         if other is None:
@@ -224,12 +226,11 @@ class _Examiner:
             raise _Unknown("the artifact has no generation_config.json here")
         return self._defaults.generation
 
-    async def _complete(self, max_tokens: int, **fields: Any) -> Any:
-        """Completes a short prompt, without any setting that is not in `fields`."""
-        record = _prompt(self._golden)
+    async def _complete(self, record: GoldenRecord, max_tokens: int, **fields: Any) -> Any:
+        """Completes the prompt of `record`, without any setting that is not in `fields`."""
         context = self._backend.context_length or 1 << 30
         most = min(max_tokens, context - len(record.prompt_token_ids) - 1)
-        if most < 2:
+        if most < min(max_tokens, 2):
             raise _Unknown(f"its context of {context} tokens is too short")
         # vLLM alone knows the first field; others ignore it, or name tokens by their text.
         fields = {"return_tokens_as_token_ids": True, "logprobs": self._logprobs, **fields}
@@ -242,7 +243,8 @@ class _Examiner:
                 raise
             if fields["logprobs"] == self._logprobs:  # no other request has lowered it yet
                 self._logprobs = LADDER[LADDER.index(self._logprobs) + 1]
-            return await self._complete(max_tokens, **fields | {"logprobs": self._logprobs})
+            fields["logprobs"] = self._logprobs
+            return await self._complete(record, max_tokens, **fields)
 
     async def _tokenized(self, **fields: Any) -> list[int]:
         answer = await self._backend.post("/tokenize", fields)
@@ -284,12 +286,22 @@ def _texts(tokenizer: Tokenizer) -> list[str]:
     return [text for text in texts if text and "\ufffd" not in text]
 
 
-def _prompt(golden: GoldenSet) -> GoldenRecord:
-    """Selects the short prompt whose continuation is the least certain, which shows sampling."""
-    shortest = min(len(record.prompt_token_ids) for record in golden.records)
-    most = max(shortest, _SHORT)
-    short = [record for record in golden.records if len(record.prompt_token_ids) <= most]
-    return min(short, key=lambda record: sum(max(top.logprobs) for top in record.tops))
+def _short(golden: GoldenSet) -> list[GoldenRecord]:
+    """Returns the records with short prompts, the shortest first."""
+    records = sorted(golden.records, key=lambda record: len(record.prompt_token_ids))
+    most = max(len(records[0].prompt_token_ids), _SHORT)
+    return [record for record in records if len(record.prompt_token_ids) <= most]
+
+
+def _uncertain(golden: GoldenSet) -> GoldenRecord:
+    """Selects the short prompt with the least certain continuation: a penalty changes it first."""
+    return min(_short(golden), key=lambda x: sum(max(top.logprobs) for top in x.tops))
+
+
+def _telling(golden: GoldenSet) -> GoldenRecord:
+    """Selects the short prompt whose next token tells usual sampling best from neutral."""
+    usual, neutral = Sampling(0.6), Sampling()
+    return max(_short(golden), key=lambda x: divergence(usual, neutral, x.top.values()))
 
 
 def _positions(choice: Any) -> list[tuple[float, list[float]]]:

@@ -66,7 +66,7 @@ class GoldenExam:
 
     @property
     def power(self) -> str:
-        """Says which faults are refused; empty if it is not known of the declared configuration."""
+        """Describes the smallest faults that are refused; empty if that is not known."""
         return power_text(self._power) if self._power else ""
 
     @property

@@ -11,11 +11,11 @@ and the tokens outside the top count as one.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-__all__ = ["LEVEL", "Sampled", "Sampling", "other_sampling"]
+__all__ = ["LEVEL", "Sampled", "Sampling", "divergence", "other_sampling"]
 
 LEVEL = 1e-5
 _FLOOR = 1e-6  # least probability of a token: one at a limit, by rounding, decides nothing alone
@@ -123,6 +123,14 @@ def other_sampling(declared: Sampling, tokens: Sequence[Sampled]) -> Sampling | 
         return None
     evidence = best + math.log(sum(math.exp(r - best) for r in ratios) / len(ratios))
     return others[ratios.index(best)] if evidence >= -math.log(LEVEL) else None
+
+
+def divergence(other: Sampling, declared: Sampling, top: Iterable[float]) -> float:
+    """Returns KL(other || declared) in nats of a token drawn where `top` are the likeliest."""
+    best = tuple(sorted(top, reverse=True))
+    tokens = [Sampled(rank, best) for rank in (*range(len(best)), None)]
+    pairs = [(other.probability(token), declared.probability(token)) for token in tokens]
+    return sum(p * math.log(p / max(q, _FLOOR)) for p, q in pairs if p)
 
 
 def _log_likelihood(sampling: Sampling, tokens: Sequence[Sampled]) -> float:

@@ -35,9 +35,12 @@ _writing: "_Handler | None" = None  # while `logging_to` runs
 
 
 @contextmanager
-def logging_to(config: Logs, stream: TextIO | None = None) -> Iterator[None]:
+def logging_to(
+    config: Logs, stream: TextIO | None = None, *, worker: int | None = None
+) -> Iterator[None]:
     """Writes everything logged at INFO and above to `stream` (standard error), from a thread.
 
+    Every line names the `worker`, if several processes write to the same place.
     Lines that still wait at the end are written before this returns, if that takes no longer than
     `LAST_LINES_S`.
     """
@@ -46,7 +49,7 @@ def logging_to(config: Logs, stream: TextIO | None = None) -> Iterator[None]:
     writer.setFormatter(_Json() if config.format == "json" else _Text())
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     thread = threading.Thread(target=_write_all, args=(waiting, writer), name="log", daemon=True)
-    handler = _Handler(waiting, writer)
+    handler = _Handler(waiting, writer, worker)
     root = logging.getLogger()
     level = root.level
     root.addHandler(handler)
@@ -126,8 +129,14 @@ class _Writer(logging.Handler):
 class _Handler(QueueHandler):
     """Hands records, with the request's id, to the writing thread; never waits."""
 
-    def __init__(self, waiting: "queue.SimpleQueue[logging.LogRecord]", writer: _Writer) -> None:
+    def __init__(
+        self,
+        waiting: "queue.SimpleQueue[logging.LogRecord]",
+        writer: _Writer,
+        worker: int | None,
+    ) -> None:
         super().__init__(waiting)
+        self._worker = worker
         self.waiting = waiting
         self.dropped = 0
         self._writer = writer
@@ -140,6 +149,8 @@ class _Handler(QueueHandler):
         """
         observation = current.get()
         record.request_id = "" if observation is None else observation.id
+        if self._worker is not None:
+            record.fields = {"worker": self._worker} | getattr(record, "fields", {})
         record.message = record.msg = record.getMessage()
         record.args = None
         if record.exc_info and not record.exc_text:
@@ -187,7 +198,7 @@ class _Text(logging.Formatter):
         pairs = [f" {name}={_quoted(value)}" for name, value in fields.items()]
         message = printable(record.getMessage())
         if getattr(record, "alone", False):
-            return message
+            return f"worker {fields['worker']}: {message}" if "worker" in fields else message
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{''.join(pairs)}"
         trace = map(printable, (record.exc_text or "").splitlines())
         return "\n".join([line, *trace])

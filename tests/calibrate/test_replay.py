@@ -12,8 +12,9 @@ from calibrate.observe.histogram import Histogram
 from calibrate.observe.sweep import observe_checkpoint
 from calibrate.options import Options, ReplayOptions, validate_replay
 from calibrate.pipeline import run
-from calibrate.replay import replay
+from calibrate.replay import _Runner, replay
 from calibrate.report.over_time import Replay
+from calibrate.report.over_time_page import render_page
 from calibrate.samples.batches import make_batches
 from calibrate.samples.tokens import load_tokenizer
 from calibrate.scales.activations import measure
@@ -161,6 +162,32 @@ def test_divergence_follows_saturation(planted: Path, tmp_path: Path) -> None:
     assert kl["quiet", "frozen"] < 2 * kl["quiet", "current"]
     error = found.kl["loud", "frozen"].error
     assert error is not None and 0 < error < kl["loud", "frozen"]
+
+
+def test_an_interrupted_replay_reports_the_samples_until_then(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = write_stream(tmp_path / "s.jsonl", "quiet", "loud", "quiet")
+    monkeypatch.setattr("calibrate.replay._TOGETHER", 1)  # step of two samples at a time
+    counts, calls = _Runner.counts, iter([False, False, False, True])
+
+    def interrupted(*given: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return counts(*given)
+
+    monkeypatch.setattr(_Runner, "counts", interrupted)
+    found = replayed(planted, stream)
+    assert found.interrupted and found.as_json()["interrupted"]
+    assert {name: domain.samples for name, domain in found.domains.items()} == {
+        "quiet": 4,
+        "loud": 2,
+    }
+    said = "interrupted after 6 of 12 samples"
+    assert said in found.notes[0] and said in render_page(found)
+    calls = iter([True])
+    with pytest.raises(KeyboardInterrupt):  # nothing to report yet
+        replayed(planted, stream)
 
 
 @pytest.mark.parametrize("columns", [60, 100])

@@ -129,6 +129,9 @@ async def test_workers_share_a_port_and_a_limit_and_are_started_again(tmp_path: 
                     counts = re.findall(r"^octet_requests_total{.*} (\S+)$", text, re.M)
                     served.append(sum(map(float, counts)))
             assert len(served) == 2 and sum(served) == 60 and min(served) > 0
+            for worker in range(2):
+                assert any(f"worker {worker}: serving fake on" in line for line in found.lines)
+                assert any(f" worker={worker} " in line for line in found.lines)
             content["access"]["keys"][0]["requests_per_minute"] = 25
             (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
             found.process.send_signal(signal.SIGHUP)
@@ -183,7 +186,7 @@ async def test_workers_end_with_the_process_that_started_them(tmp_path: Path) ->
         ),
         (
             {"models": {"m": {"pool": {"backends": [{"type": "embedded", "path": "there"}]}}}},
-            "pool m: --workers 2 would start its engine 2 times",
+            "models.m.pool: --workers 2 would start its engine 2 times",
         ),
     ],
 )
@@ -192,10 +195,12 @@ def test_what_several_processes_cannot_serve_is_refused(
 ) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(configuration(**changes)))
-    result = octet("serve", "--config", path, "--workers", "2", "--port", "0")
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    assert message in result.stderr
+    for how in (["--port", "0"], ["--check"]):
+        result = octet("serve", "--config", path, "--workers", "2", *how)
+        assert result.returncode == 2
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1 or how == ["--check"]
+        assert message in result.stderr
 
 
 def test_workers_are_for_a_configuration(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ It has the commands that the script and the client call, and the ways in which a
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ class FakeRedis:
         self.password: str | None = None
         self.silent = False  # runs commands, and never answers
         self.calls = 0  # of the script
+        self.started = time.monotonic() - 3600  # when it has run for long
         self._scripts: dict[str, str] = {}
         self._functions: dict[str, Any] = {}
         self._lua = lua51.LuaRuntime(unpack_returned_tuples=True)
@@ -50,6 +52,7 @@ class FakeRedis:
         await self.stop()
 
     async def start(self) -> None:
+        self.started = min(self.started, time.monotonic())
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -61,6 +64,7 @@ class FakeRedis:
         for writer in list(self._writers):
             writer.transport.abort()
         self._scripts.clear()
+        self.started = math.inf
         await asyncio.sleep(0)
 
     async def empty(self) -> None:
@@ -111,15 +115,17 @@ class FakeRedis:
             self._scripts[digest] = words[2]
             return digest
         if name == "EVALSHA":
-            return self._script(words[1], words[3], words[4:])
+            return self._script(words[1], words[3:5], words[5:])
+        if name == "INFO":
+            return f"uptime_in_seconds:{int(time.monotonic() - self.started)}\r\n"
         raise _Refused(f"ERR unknown command '{words[0]}'")
 
-    def _script(self, digest: str, key: str, arguments: list[str]) -> list[int]:
+    def _script(self, digest: str, keys: list[str], arguments: list[str]) -> list[int]:
         self.calls += 1
         if digest not in self._scripts:
             raise _Refused("NOSCRIPT No matching script. Please use EVAL.")
         lua = self._lua
-        lua.globals().KEYS = lua.table_from([key])
+        lua.globals().KEYS = lua.table_from(keys)
         lua.globals().ARGV = lua.table_from(arguments)
         result = lua.execute(self._scripts[digest])
         if result.err:
@@ -132,19 +138,32 @@ class FakeRedis:
             return self._lua.table_from([str(micros // 10**6), str(micros % 10**6)])
         if name in ("HSET", "PEXPIRE") and self.full:
             raise _Refused("OOM command not allowed when used memory > 'maxmemory'.")
+        if name == "EXISTS":
+            return int(key in self.data)
+        if name == "DEL":
+            return int(self.data.pop(key, None) is not None)
         found = self.data.get(key, {})
         if not isinstance(found, dict):
             raise _Refused("WRONGTYPE Operation against a key holding the wrong kind of value")
         if name == "HGETALL":
             return self._lua.table_from([text for pair in found.items() for text in pair])
+        if name == "HMGET":
+            return self._lua.table_from([found.get(word, False) for word in words])
         if name == "HSET":
-            self.data.setdefault(key, {})[words[0]] = words[1]
+            pairs = zip(words[::2], map(_text, words[1::2]), strict=True)
+            self.data.setdefault(key, {}).update(pairs)
         elif name == "HDEL":
             for word in words:
                 found.pop(word, None)
+            if not found:
+                self.data.pop(key, None)
         else:
             assert name == "PEXPIRE", name
         return 1
+
+
+def _text(value: Any) -> str:
+    return format(value, ".0f") if isinstance(value, float) else str(value)
 
 
 def _encoded(reply: str | list[int]) -> bytes:

@@ -104,6 +104,8 @@ async def replicas(
     found = [Replica(SharedLimits(config), team) for _ in range(count)]
     for replica in found:
         await replica.limits.start()
+    for replica in found:  # a Redis that has just started is not used at once
+        await replica.until_state("shared")
     try:
         yield found
     finally:
@@ -178,6 +180,26 @@ async def a_restarted_gateway_has_not_forgotten_the_quota(redis: TestedRedis) ->
         await after.take(100)
 
 
+async def a_gateway_that_starts_with_an_emptied_redis_waits_for_the_others(
+    redis: TestedRedis,
+) -> None:
+    limits = key(requests_per_minute=100)
+    async with replicas(redis, 1, limits) as (one,):
+        assert await one.taken(60) == 60
+        await redis.stop()
+        await redis.empty()
+        await redis.start()
+        late = Replica(SharedLimits(SharedConfig(url=redis.url)), limits)
+        await late.limits.start()
+        try:
+            assert (await late.refusal()).status == 503 and late.limits.state == "settling"
+            for replica in (one, late):
+                await replica.until_state("shared")
+            assert await late.taken(60) == 40
+        finally:
+            await late.limits.close()
+
+
 async def a_killed_gateway_gives_its_holdings_back(redis: TestedRedis) -> None:
     limits = key(tokens_per_day=1000, max_in_flight=1)
     async with replicas(redis, 2, limits) as (one, other):
@@ -246,6 +268,7 @@ async def keys_of_another_application_are_not_touched(redis: TestedRedis) -> Non
         ("octet:gateways", "theirs"),
         ("octet:limits:team", {"theirs": "1"}),
         ("octet:limits:team", "theirs"),
+        ("octet:quiet", {"theirs": "1"}),
     ):
         await redis.empty()
         await redis.put(name, value)
@@ -284,6 +307,7 @@ CHECKS: tuple[Check, ...] = (
     requests_in_flight_are_limited_together,
     a_quota_is_spent_together,
     a_restarted_gateway_has_not_forgotten_the_quota,
+    a_gateway_that_starts_with_an_emptied_redis_waits_for_the_others,
     a_killed_gateway_gives_its_holdings_back,
     without_redis_keys_with_limits_are_refused,
     without_redis_each_gateway_has_its_share,

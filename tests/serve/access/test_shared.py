@@ -146,6 +146,46 @@ async def test_a_redis_with_old_data_hears_what_was_used_since(redis: FakeRedis)
         assert await one.taken(60) == 30
 
 
+async def test_processes_that_ended_cost_no_call_anything_and_the_day_keeps_their_tokens() -> None:
+    clock = Clock(NOON)
+    team = key(tokens_per_day=1000)
+    async with FakeRedis(clock) as redis:
+        for _ in range(40):  # a worker that is restarted again and again
+            (replica,) = await clocked(redis, clock, team, 1)
+            (await replica.take(10)).release()
+            await replica.limits.close()
+        idle, other = await clocked(redis, clock, team, 2)
+        (await idle.take(100)).release()
+        clock.now += 1
+        await until(lambda: redis.data["octet:limits:team"][idle.limits._id].split()[3] == "100")
+        clock.now += 75
+        await other.take(1)
+        clock.now += 75
+        assert "499 of today's 1000" in str(await other.refusal(500))
+        assert len(redis.data["octet:limits:team"]) == 1
+        assert redis.data["octet:quiet:team"]["all"] == "500"
+        assert "499 of today's 1000" in str(await idle.refusal(500))  # it is counted once
+        assert redis.data["octet:quiet:team"]["all"] == "400"
+        clock.now += 12 * 3600
+        await other.until_taken(999)
+        assert "octet:quiet:team" not in redis.data
+        for replica in (idle, other):
+            await replica.limits.close()
+
+
+async def test_a_reload_forgets_keys_that_are_gone(redis: FakeRedis) -> None:
+    async with replicas(redis, 1, key(requests_per_minute=100)) as (replica,):
+        limits = replica.limits
+        for n in range(100):
+            limits.rates(key(requests_per_minute=9).model_copy(update={"name": f"key-{n}"}))
+            limits.retain({"team"})
+        assert list(limits._rates) == ["team"]
+        charge = await replica.take()
+        limits.retain(set())
+        assert limits.rates(replica.team) is replica.rates  # its minute still counts
+        charge.release()
+
+
 async def test_refused_requests_are_no_load_on_redis(redis: FakeRedis) -> None:
     async with replicas(redis, 1, key(requests_per_minute=10)) as (replica,):
         assert await replica.taken(10) == 10
@@ -180,7 +220,7 @@ async def test_an_outage_has_one_line_and_more_gateways_than_configured_another(
         await redis.start()
         await replica.until_state("shared")
         back, again = (record.getMessage() for record in caplog.records)
-        assert "is back" in back and "again" in again
+        assert "is back" in back and "from now on" in again
 
 
 async def test_clients_status_and_metrics_report_a_loss(redis: FakeRedis) -> None:

@@ -57,6 +57,20 @@ def test_json_lines() -> None:
     assert "prompt" not in access
 
 
+def test_every_line_of_a_worker_names_it() -> None:
+    for config in (Logs(format="json"), Logs()):
+        stream = io.StringIO()
+        with logging_to(config, stream, worker=1):
+            say("serving m on http://h:1", config)
+            _log.warning("slow", extra={"fields": {"pool": "p"}})
+        alone, line = stream.getvalue().splitlines()
+        if config.format == "json":
+            assert json.loads(alone)["worker"] == json.loads(line)["worker"] == 1
+        else:
+            assert alone == "worker 1: serving m on http://h:1"
+            assert line.endswith("slow worker=1 pool=p")
+
+
 def test_text_lines() -> None:
     warning, access = written(Logs())
     assert warning.endswith("WARNING serve.test: backend gpu-1 is slow request_id=id-1")

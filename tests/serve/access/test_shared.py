@@ -338,8 +338,13 @@ async def test_a_reload_forgets_nothing_that_was_spent(redis: FakeRedis, tmp_pat
 
 async def test_a_gateway_starts_without_redis_and_finds_it_later(redis: FakeRedis) -> None:
     await redis.stop()
-    async with replicas(redis, 1, key(requests_per_minute=10)) as (replica,):
+    limits = SharedLimits(SharedConfig(url=redis.url))
+    replica = Replica(limits, key(requests_per_minute=10))
+    await limits.start()
+    try:
         assert (await replica.refusal()).status == 503
         await redis.start()
         await replica.until_state("shared")
         assert await replica.taken(20) == 10
+    finally:
+        await limits.close()

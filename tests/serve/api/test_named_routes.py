@@ -22,6 +22,7 @@ from tests.serve.named_contract import (
     responses_client,
 )
 from tests.serve.openai_clients import relay_to, triton_to
+from tests.serve.proof.exams import FakeExam, FakeExams
 from tests.serve.upstreams import Scripted
 from tests.serve.waiting import until
 
@@ -281,6 +282,24 @@ async def test_a_wrong_method_and_no_key_are_told_in_the_form_of_the_protocol(pa
             assert answer.status == 405 and "GET" in message_of(path, await answer.json())
         status, refused = await served.post(path, BODIES[path])
         assert status == 401 and message_of(path, refused, "authentication_error")
+
+
+@ALL
+async def test_only_a_proven_backend_gets_it(path: str) -> None:
+    servers: list[Any] = [Scripted(ENDED, address=f"10.0.0.{n}:80") for n in (1, 2)]
+    wrong, right = (server.name for server in servers)
+    exam = FakeExam(seconds=0, says={wrong: "worse"})
+    async with in_process(("fake", servers), exams=FakeExams(exam)) as served:
+        for _ in range(4):
+            reply = await served.request(path, BODIES[path])
+            assert reply.status == 200
+            assert reply.headers["x-octet-artifact"] == exam.identity[:12]
+    assert [server.asked for server in servers] == [0, 4]
+    exam = FakeExam(seconds=0, says={wrong: "worse", right: "worse"})
+    async with in_process(("fake", servers), exams=FakeExams(exam)) as served:
+        reply = await served.request(path, BODIES[path])
+        assert reply.status == 503
+        assert "has proven" in message_of(path, reply.json(), "overloaded_error")
 
 
 async def test_stored_responses_are_nowhere() -> None:

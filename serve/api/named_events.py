@@ -24,7 +24,7 @@ from serve.api.events import (
     rewritten,
     split_events,
 )
-from serve.backends.bounds import MAX_EVENTS, MAX_PREAMBLE, PARSED
+from serve.backends.bounds import MAX_EVENT, MAX_EVENTS, MAX_PREAMBLE, PARSED
 
 __all__ = ["MESSAGES", "RESPONSES", "NamedEventReader", "Names", "deltas_in", "require_reason"]
 
@@ -32,7 +32,7 @@ _NAME = re.compile(rb"^event:[ \t]*([\w.]{1,64})[ \t\r]*$", re.MULTILINE)
 _DELTA = re.compile(rb'"type"\s*:\s*"(?:content_block_delta|response\.[a-z_.]{1,48}\.delta)"')
 _REASON = re.compile(rb'"stop_reason"\s*:\s*"')
 _FAILED = ("error", "response.failed")
-_REPEATED = 8  # an opening repeats the request in two events; JSON may write a letter in 6 bytes
+_REPEATED = 8  # two events repeat the request, and may escape what it has as UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class NamedEventReader(EventReader):
         """`request_size` is that of the request's body, in bytes."""
         super().__init__(name, body, rewrite)
         self.last = names.last[0]
-        self.max_preamble = MAX_PREAMBLE + _REPEATED * request_size
+        self.max_preamble = MAX_PREAMBLE + min(_REPEATED * request_size, MAX_EVENT)
         self._names = names
         self._usage: dict[str, Any] = {}
 

@@ -143,7 +143,9 @@ class Exchange:
         self.principal.require_model(route, tier.name if tier is not None else None)
         observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
         if epoch.config.logs.prompts:
-            prompt = data.get("messages") or data.get("prompt") or data.get("input") or ""
+            prompt = data.get("messages") or data.get("prompt") or ""
+            if operation.name == "chat":  # of Responses
+                prompt = prompt or data.get("input")
             observation.prompt = str(prompt)[:MAX_LOGGED]
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields

@@ -171,14 +171,24 @@ class Keys:
         self.usage.write()
 
 
-def authorization_in(fields: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+def authorization_in(
+    fields: Iterable[tuple[bytes, bytes]], *, x_api_key: bool = False
+) -> bytes | None:
     """Returns the value of the header `Authorization`; None if it was not sent.
 
+    With `x_api_key`, Anthropic's header `X-Api-Key: KEY` stands for `Authorization: Bearer KEY`.
     Raises RequestError (400) for two: a proxy before the gateway may have checked the other one.
     """
-    found = [value for name, value in fields if name == b"authorization"]
+    found = []
+    for name, value in fields:
+        if name == b"authorization":
+            found.append(value)
+        elif x_api_key and name == b"x-api-key":
+            found.append(b"Bearer " + value)
     if len(found) > 1:
         message = "the header Authorization is there twice: send one"
+        if x_api_key:
+            message = "more than one API key was sent: send either Authorization or X-Api-Key"
         raise RequestError(message, code="invalid_authorization")
     return found[0] if found else None
 

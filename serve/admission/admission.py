@@ -271,6 +271,7 @@ PER_MESSAGE = 4  # its role, and what a chat template puts around it
 PER_ATTACHMENT = 1024
 SAMPLE = 4096  # characters that are sampled to estimate the bytes of a longer text
 _ATTACHMENTS = ("image", "audio", "video", "file")
+_PARTS = ("content", "output")  # fields that hold parts: of a message, or of a tool's result
 
 
 def prompt_tokens(prompts: str | Iterable[Any]) -> int:
@@ -307,19 +308,26 @@ def _text(text: str) -> int:
 
 def _message(message: Mapping[str, Any]) -> int:
     """Sums all texts of a message; only the parts of its content may be attachments."""
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return _values(message)
-    others = (value for name, value in message.items() if name != "content")
-    return sum(map(_values, others)) + sum(map(_part, content))
+    total = 0
+    for name, value in message.items():
+        if name in _PARTS and isinstance(value, list | tuple):
+            total += sum(map(_part, value))
+        else:
+            total += _values(value)
+    return total
 
 
 def _part(part: Any) -> int:
-    """Counts an attachment, such as `image_url`, at a fixed size, and measures a text beside it."""
-    if not isinstance(part, Mapping) or not _is_attachment(part.get("type", _ATTACHMENTS[0])):
+    """Counts an attachment, such as `image_url`, at a fixed size, and measures a text beside it.
+
+    Anthropic's are in `source`. The result of a tool is a part with parts of its own.
+    """
+    if not isinstance(part, Mapping):
         return _values(part)
-    others = (value for name, value in part.items() if not _is_attachment(name))
-    attached = any(map(_is_attachment, part))
+    if not _is_attachment(part.get("type", _ATTACHMENTS[0])):
+        return _message(part)
+    attached = {name for name in part if name == "source" or _is_attachment(name)}
+    others = (value for name, value in part.items() if name not in attached)
     return sum(map(_values, others)) + (PER_ATTACHMENT if attached else 0)
 
 

@@ -1,4 +1,7 @@
-"""OpenAI's error object: one clear line, the offending field, and a code for programs."""
+"""Error objects: one clear line, the offending field, and a code for programs.
+
+They are OpenAI's, but for the paths of Anthropic's Messages (`errors_of`).
+"""
 
 import json
 import logging
@@ -18,12 +21,13 @@ from serve.backends.openai_errors import Refusal
 from serve.telemetry.observation import CLIENT_CLOSED_REQUEST
 
 __all__ = [
+    "OpenAIErrors",
     "code_of",
     "error_bytes",
     "error_headers",
+    "errors_of",
     "forget_frames",
     "install",
-    "sse_error",
     "status_of",
 ]
 
@@ -68,7 +72,12 @@ def error_headers(error: Exception) -> dict[str, str]:
 
 
 def error_bytes(error: Exception) -> bytes:
-    """Returns the error object as JSON. A defect of the gateway shows no detail but is logged."""
+    """Returns OpenAI's error object as JSON."""
+    return json.dumps({"error": _content(error)}).encode()
+
+
+def _content(error: Exception) -> dict[str, Any]:
+    """Returns what clients see of `error`. A defect of the gateway shows no detail."""
     param: str | None = None
     if isinstance(error, RequestError):
         message, kind, param, code = str(error), error.kind, error.param, error.code
@@ -78,8 +87,7 @@ def error_bytes(error: Exception) -> bytes:
         message, kind, code = str(error), "backend_error", "backend_error"
     else:
         message, kind, code = "internal error; see the gateway's log", "internal_error", None
-    content = {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}
-    return json.dumps({"error": content}).encode()
+    return {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}
 
 
 def forget_frames(error: BaseException) -> None:
@@ -96,11 +104,78 @@ def forget_frames(error: BaseException) -> None:
             left += one.__cause__, one.__context__
 
 
-def sse_error(error: Exception) -> bytes:
-    """Returns the error object as a server-sent event, for an answer that has begun."""
-    if not isinstance(error, OctetError):
-        _log.error("a streamed answer failed", exc_info=error)
-    return b"data: " + error_bytes(error) + b"\n\n"
+class OpenAIErrors:
+    """Writes the errors of completions, chats and embeddings, and of all other paths."""
+
+    takes_x_api_key = False  # as an alternative to `Authorization`
+
+    def refusal(self, body: bytes, status: int) -> bytes:
+        """Returns the body of an error answer. `body` is OpenAI's form of it, or a server's own."""
+        return body
+
+    def event(self, error: Exception, before: int) -> bytes:
+        """Returns the event that ends a stream after `before` events. Logs a gateway's defect."""
+        if not isinstance(error, OctetError):
+            _log.error("a streamed answer failed", exc_info=error)
+        return self._event(_content(error), status_of(error), before)
+
+    def _event(self, content: dict[str, Any], status: int, before: int) -> bytes:
+        return b"data: " + json.dumps({"error": content}).encode() + b"\n\n"
+
+
+class _ResponsesErrors(OpenAIErrors):
+    """Writes the errors of /v1/responses, whose events have names and numbers."""
+
+    def _event(self, content: dict[str, Any], status: int, before: int) -> bytes:
+        event = content | {"type": "error", "sequence_number": before}
+        return b"event: error\ndata: " + json.dumps(event).encode() + b"\n\n"
+
+
+class _AnthropicErrors(OpenAIErrors):
+    """Writes Anthropic's error objects, whose type follows from the status."""
+
+    takes_x_api_key = True
+
+    def refusal(self, body: bytes, status: int) -> bytes:
+        try:
+            message = json.loads(body)["error"]["message"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            message = f"the backend answered {status}"
+        return json.dumps(_anthropic(str(message), status)).encode()
+
+    def _event(self, content: dict[str, Any], status: int, before: int) -> bytes:
+        event = json.dumps(_anthropic(content["message"], status)).encode()
+        return b"event: error\ndata: " + event + b"\n\n"
+
+
+# Anthropic's types of errors. Of other statuses, 4xx are `invalid_request_error`, 5xx `api_error`.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def _anthropic(message: str, status: int) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+_OPENAI = OpenAIErrors()
+_ERRORS: dict[str, OpenAIErrors] = {
+    "/v1/responses": _ResponsesErrors(),
+    "/v1/messages": _AnthropicErrors(),
+    "/v1/messages/count_tokens": _AnthropicErrors(),
+}
+
+
+def errors_of(path: str) -> OpenAIErrors:
+    """Returns how errors of this path are written."""
+    return _ERRORS.get(path, _OPENAI)
 
 
 def install(app: FastAPI) -> None:
@@ -113,7 +188,9 @@ def install(app: FastAPI) -> None:
         if observation is not None:
             observation.refused(code_of(error))
         headers = error_headers(error) | dict(headers or {})
-        return Response(error_bytes(error), status_of(error), headers)
+        status = status_of(error)
+        body = errors_of(request.url.path).refusal(error_bytes(error), status)
+        return Response(body, status, headers)
 
     async def http(request: Request, error: Any) -> Response:
         return await ours(request, _from_http(request, error), error.headers)
@@ -136,6 +213,8 @@ def install(app: FastAPI) -> None:
 def _from_http(request: Request, error: HTTPException) -> RequestError:
     if error.status_code == 404:
         message, code = f"unknown path {request.url.path}", "not_found"
+        if request.url.path.startswith("/v1/responses/"):
+            message += "; no response is stored here: send the whole conversation in 'input'"
     elif error.status_code == 405:
         message = f"{request.url.path} does not take {request.method}"
         code = "method_not_allowed"

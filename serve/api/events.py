@@ -36,13 +36,17 @@ __all__ = [
     "aborted_at",
     "aborts",
     "close",
+    "data_lines",
     "decoded",
     "error_of",
     "is_object",
+    "json_object",
     "lost_by_abort",
+    "occurrences",
     "read_large_usage",
     "read_usage",
     "rewritten",
+    "split_events",
 ]
 
 END_S = 1.0  # limit of the wait for the end of the body after [DONE]
@@ -62,6 +66,9 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 class EventReader:
     """Reads one stream: `first()`, then all of `rest()`. Closing `rest()` closes `body`."""
+
+    last = "[DONE]"  # what a stream ends with
+    max_preamble = MAX_PREAMBLE
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class EventReader:
             if self.tally.ended:  # vLLM omits a reason that comes with no token: it was abort
                 raise lost_by_abort(self._name)
             size += len(events)
-            if size > MAX_PREAMBLE:
+            if size > self.max_preamble:
                 raise self._garbled("sent nothing but comments")
         raise self._garbled("ended before its first event")
 
@@ -127,7 +134,7 @@ class EventReader:
                     event = await self._long(events[:end])
                     if event:
                         yield event
-                    events = b"" if self._aborted else events[end:]
+                    events = b"" if self._aborted or self.tally.ended else events[end:]
                 events = self._read(events)
                 if events:
                     yield events
@@ -138,8 +145,8 @@ class EventReader:
                     return
         finally:
             await close(self._body)
-        if len(held) > PARSED or not _DONE.search(held):
-            raise self._garbled("ended its stream without [DONE]")
+        if len(held) > PARSED or not self._is_last(bytes(held)):
+            raise self._garbled(f"ended its stream without {self.last}")
         self.tally.ended = True
         yield bytes(held)
 
@@ -161,6 +168,10 @@ class EventReader:
         if b'"error"' in events:
             self._note_error(events)
         return events if self._rewrite is None else self._rewrite(events)
+
+    def _is_last(self, event: bytes) -> bool:
+        """Decides whether a stream may end with `event`, whose blank line is missing."""
+        return _DONE.search(event) is not None
 
     async def _long(self, event: bytes) -> bytes:
         """Does the same as `_read` for one event of more than `PARSED` bytes."""
@@ -188,8 +199,8 @@ class EventReader:
                 raise self._garbled("sent an event that is no JSON object")
             return True
         first = True
-        for event in _split(events):
-            lines = _data_lines(event)
+        for event in split_events(events):
+            lines = data_lines(event)
             if not lines:
                 continue
             if first:
@@ -201,7 +212,7 @@ class EventReader:
                 if _speaks(chunk):
                     return True
             for line in lines:
-                if line != b"[DONE]" and _speaks(self._sound(_object(line))):
+                if line != b"[DONE]" and _speaks(self._sound(json_object(line))):
                     return True
         return False
 
@@ -220,8 +231,8 @@ class EventReader:
         return chunk
 
     def _note_error(self, events: bytes) -> None:
-        for line in _data_lines(events):
-            error = error_of(_object(line))
+        for line in data_lines(events):
+            error = error_of(json_object(line))
             if error is not None:
                 self.tally.failed = from_event(self._name, error)
                 return
@@ -237,14 +248,14 @@ class EventReader:
             if b'"usage"' not in events:
                 return events
         begin = _end_of_events(events[: events.index(b'"usage"')])
-        rest = [event for event in _split(events[begin:]) if not self._is_hidden(event)]
+        rest = [event for event in split_events(events[begin:]) if not self._is_hidden(event)]
         return b"".join([events[:begin], *rest])
 
     def _is_hidden(self, event: bytes) -> bool:
         """Reads the usage of an event, if it has any; decides whether to hide the event."""
         if b'"usage"' not in event:
             return False
-        chunk = _object(b"\n".join(_data_lines(event)))
+        chunk = json_object(b"\n".join(data_lines(event)))
         read_usage(chunk, self.tally)
         alone = chunk.get("choices") == [] and isinstance(chunk.get("usage"), dict)
         return alone and self._hides_usage
@@ -284,10 +295,19 @@ def read_usage(answer: dict[str, Any], tally: Tally) -> None:
     if not isinstance(usage, dict):
         return
     prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+    if prompt is None and "input_tokens" in usage:  # Responses and Messages
+        prompt, completion = _input_tokens(usage), usage.get("output_tokens") or 0
     if _is_count(prompt) and _is_count(completion):
         tally.prompt_tokens, tally.completion_tokens = prompt, completion
     else:
         tally.prompt_tokens = tally.completion_tokens = None
+
+
+def _input_tokens(usage: dict[str, Any]) -> int | None:
+    """Returns all tokens of the prompt: Anthropic counts those of a prefix cache apart."""
+    cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
+    counts = [usage["input_tokens"], *(usage.get(name) or 0 for name in cached)]
+    return sum(counts) if all(map(_is_count, counts)) else None
 
 
 def _is_count(value: Any) -> bool:
@@ -321,10 +341,20 @@ async def aborts(name: str, body: bytes) -> bool:
 
 
 async def read_large_usage(name: str, body: bytes, tally: Tally) -> None:
-    """Does the same as `read_usage` for a large answer, which is not parsed."""
+    """Does the same as `read_usage` for a large answer, which is not parsed.
+
+    Of several, the largest counts: an answer may repeat its client's tools, or hold a model's JSON.
+    """
+    most = 0
     for at in await occurrences(name, body, b'"usage"'):
         if found := _USAGE.match(body, at, at + _FIELD):
-            read_usage({"usage": _object(found[1])}, tally)
+            one = Tally()
+            read_usage({"usage": json_object(found[1])}, one)
+            tokens = (one.prompt_tokens or 0) + (one.completion_tokens or 0)
+            if tokens >= most:
+                most = tokens
+                tally.prompt_tokens = one.prompt_tokens
+                tally.completion_tokens = one.completion_tokens
 
 
 async def rewritten(name: str, body: bytes, rewrite: Rewrite | None) -> bytes:
@@ -374,7 +404,8 @@ def _ends(events: bytes) -> list[int]:
     return [blank.end() for blank in _BLANK_LINE.finditer(events)]
 
 
-def _split(events: bytes) -> Iterator[bytes]:
+def split_events(events: bytes) -> Iterator[bytes]:
+    """Yields each event with its blank line."""
     begin = 0
     for blank in _BLANK_LINE.finditer(events):
         yield events[begin : blank.end()]
@@ -383,7 +414,8 @@ def _split(events: bytes) -> Iterator[bytes]:
         yield events[begin:]
 
 
-def _data_lines(events: bytes | bytearray) -> list[bytes]:
+def data_lines(events: bytes | bytearray) -> list[bytes]:
+    """Returns what stands behind each `data:`."""
     return [bytes(line[5:].strip()) for line in events.splitlines() if line.startswith(b"data:")]
 
 
@@ -400,7 +432,7 @@ def _is_role(choice: Any) -> bool:
     return not any(value for name, value in delta.items() if name != "role")
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def json_object(line: bytes) -> dict[str, Any]:
     """Returns the JSON object in `line`, or an empty one if there is none."""
     try:
         found = decoded(line)
@@ -410,7 +442,12 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def error_of(chunk: dict[str, Any]) -> Any:
-    """Returns the error in `chunk`, in either of the shapes that servers use; None if none."""
+    """Returns the error in `chunk`, in any of the shapes that servers use; None if none."""
     if chunk.get("choices") is not None:
         return None
-    return chunk if chunk.get("object") == "error" else chunk.get("error")
+    if chunk.get("type") == "response.failed":
+        response = chunk.get("response")
+        return (response.get("error") if isinstance(response, dict) else None) or chunk
+    if chunk.get("object") == "error" or chunk.get("type") == "error":
+        return chunk.get("error") or chunk
+    return chunk.get("error")

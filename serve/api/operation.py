@@ -9,7 +9,7 @@ holds one event or many.
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,21 +52,8 @@ class Tally:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     ended: bool = False  # everything useful is sent or being sent: see EventReader
+    events: int = 0  # of a stream whose events have names and numbers: see NamedEventReader
     failed: OctetError | None = None  # the error that the backend reported inside a stream
-
-
-@dataclass(slots=True)
-class Answer:
-    """An answer for the client. `first` is the whole body if `rest` is None.
-
-    Closing `rest` cancels the request at the backend.
-    """
-
-    status: int
-    headers: dict[str, str]
-    first: bytes
-    rest: AsyncGenerator[bytes, None] | None = None
-    tally: Tally = field(default_factory=Tally)
 
 
 async def joined(pieces: list[bytes]) -> bytes:
@@ -105,7 +92,9 @@ _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
 
 def is_comment(piece: bytes) -> bool:
-    """Decides whether `piece` holds no data: servers send comments to keep a connection open."""
+    """Decides whether `piece` only keeps the connection open: a comment, or Anthropic's `ping`."""
+    if piece.startswith(b"event: ping\n"):
+        return piece.count(b"\n\n") == 1
     return piece.startswith(b":") and b"\ndata:" not in piece
 
 
@@ -122,6 +111,21 @@ def events_in(piece: bytes) -> int:
     if b'"choices":[]' in piece:
         events -= 1
     return max(events, 0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer for the client. `first` is the whole body if `rest` is None.
+
+    Closing `rest` cancels the request at the backend.
+    """
+
+    status: int
+    headers: dict[str, str]
+    first: bytes
+    rest: AsyncGenerator[bytes, None] | None = None
+    tally: Tally = field(default_factory=Tally)
+    events_in: Callable[[bytes], int] = events_in  # counts events with tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 The request body was parsed once, to be checked. The backend gets the client's bytes, with single
 fields changed in place (`outgoing`). So a large body is not serialized again, and everything else
 stays as the client wrote it. If the bytes are ambiguous, the body is serialized from the decoded
-form. The answer is JSON, or a stream of events (events.py).
+form. The answer is JSON, or a stream of events (events.py, named_events.py).
 """
 
 import asyncio
 import functools
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from octet.errors import BackendError, BackendUnavailable, RequestError, UnsupportedField
@@ -29,38 +29,44 @@ from serve.api.events import (
     read_usage,
     rewritten,
 )
+from serve.api.named_events import NamedEventReader, Names, deltas_in, require_reason
 from serve.api.operation import EVENT_STREAM, JSON, Answer, Call, Tally, joined, too_long
-from serve.backends.base import Relay, RelayingBackend
+from serve.backends.base import Backend, Relay, RelayingBackend, relays
 from serve.backends.bounds import MAX_REFUSAL, PARSED
 from serve.backends.openai_errors import failure, from_event, retry_after
 
-__all__ = ["AnsweredFailure", "open_relay", "outgoing"]
+__all__ = ["AnsweredFailure", "open_relay", "outgoing", "relaying"]
 
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:6[4-5cCdDfF])")  # one of d, e, l, m, o
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
-def outgoing(raw: bytes, data: dict[str, Any], model: str, *, counted: bool) -> bytes:
+def outgoing(
+    raw: bytes,
+    data: dict[str, Any],
+    model: str,
+    *,
+    counted: bool,
+    added: Mapping[str, Any] | None = None,
+) -> bytes:
     """Returns `raw`, whose decoded form is `data`, with `model` as its model.
 
-    `counted` also requests the usage.
+    `counted` also requests the usage; `added` has further fields.
     """
-    changes: dict[str, Any] = {}
-    if data.get("model", model) != model:
-        changes["model"] = model
-        renamed = _with_model(raw, model)
-    else:
-        renamed = raw
+    fields = {k: v for k, v in (added or {}).items() if k not in data or data[k] != v}
     if counted:
         options = dict(data.get("stream_options") or {})
         # Has an effect only with include_usage, which the client did not set.
         options.pop("continuous_usage_stats", None)
-        changes["stream_options"] = options | {"include_usage": True}
-        if renamed is not None:
-            renamed = None if "stream_options" in data else _with_usage(renamed)
-    if renamed is None:
+        fields["stream_options"] = options | {"include_usage": True}
+    changes = fields
+    renamed: bytes | None = raw
+    if data.get("model", model) != model:
+        changes = fields | {"model": model}
+        renamed = _with_model(raw, model)
+    if renamed is None or fields.keys() & data.keys():
         return json.dumps(data | changes, separators=(",", ":")).encode()
-    return renamed
+    return _with_fields(renamed, fields) if fields else renamed
 
 
 def _with_model(raw: bytes, model: str) -> bytes | None:
@@ -77,9 +83,10 @@ def _with_model(raw: bytes, model: str) -> bytes | None:
     return raw[: found.start()] + b'"model":' + json.dumps(model).encode() + raw[found.end() :]
 
 
-def _with_usage(raw: bytes) -> bytes:
+def _with_fields(raw: bytes, fields: Mapping[str, Any]) -> bytes:
     at = raw.index(b"{") + 1  # an object, and not an empty one: it has a model
-    return raw[:at] + b'"stream_options":{"include_usage":true},' + raw[at:]
+    written = json.dumps(fields, separators=(",", ":")).encode()
+    return raw[:at] + written[1:-1] + b"," + raw[at:]
 
 
 class AnsweredFailure(BackendUnavailable):
@@ -90,20 +97,41 @@ class AnsweredFailure(BackendUnavailable):
         self.answer = answer
 
 
-async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
+def relaying(backend: Backend, path: str) -> RelayingBackend:
+    """Returns `backend`. Raises UnsupportedField if it cannot have `path`."""
+    if relays(backend):
+        return backend
+    raise UnsupportedField(
+        f"{backend.name} does not have {path}; vLLM has it: serve the model with `vllm serve`,"
+        " from `octet export checkpoint`",
+        param="model",
+        code="unsupported_operation",
+    )
+
+
+async def open_relay(
+    backend: RelayingBackend,
+    call: Call,
+    names: Names | None = None,
+    added: Mapping[str, Any] | None = None,
+) -> Answer:
     """Forwards the request, and waits for the first whole event, or for the whole body.
+
+    `names` are those of the protocol's events, if they have any. The body gets the fields of
+    `added`.
 
     Raises BackendError if the backend fails before that. An answer whose status is not 200
     describes what is wrong with the request.
     """
     data, name = call.data, backend.name
-    options = data.get("stream_options")
-    hides_usage = call.streamed and not (options and options.get("include_usage"))
-    raw = call.raw
-    if len(raw) <= PARSED:
-        raw = outgoing(raw, data, backend.served_name, counted=hides_usage)
-    else:
-        raw = await asyncio.to_thread(outgoing, raw, data, backend.served_name, counted=hides_usage)
+    hides_usage = False
+    if call.streamed and names is None:  # protocols whose events have names always send it
+        options = data.get("stream_options")
+        hides_usage = not (options and options.get("include_usage"))
+    write = functools.partial(
+        outgoing, call.raw, data, backend.served_name, counted=hides_usage, added=added
+    )
+    raw = write() if len(call.raw) <= PARSED else await asyncio.to_thread(write)
     relay = await backend.relay(call.path, raw, call.headers)
     same = backend.served_name == call.model
     rewrite = None if same else _renamer(backend.served_name, call.model)
@@ -111,13 +139,19 @@ async def open_relay(backend: RelayingBackend, call: Call) -> Answer:
         if relay.status != 200:
             return await _refusal(name, call.path, relay)
         if not relay.headers.get("content-type", "").startswith("text/event"):
-            return await _whole(name, relay, rewrite, call.max_answer_bytes)
-        reader = EventReader(name, relay.body, rewrite, hides_usage=hides_usage)
+            return await _whole(name, relay, rewrite, call.max_answer_bytes, names)
+        if names is None:
+            reader = EventReader(name, relay.body, rewrite, hides_usage=hides_usage)
+        else:
+            reader = NamedEventReader(name, relay.body, rewrite, names, len(raw))
         first = await reader.first()
     except BaseException:
         await close(relay.body)
         raise
-    return Answer(200, _headers(relay, EVENT_STREAM), first, reader.rest(), reader.tally)
+    answer = Answer(200, _headers(relay, EVENT_STREAM), first, reader.rest(), reader.tally)
+    if names is not None:
+        answer.events_in = deltas_in
+    return answer
 
 
 async def _refusal(name: str, path: str, relay: Relay) -> Answer:
@@ -157,7 +191,9 @@ def _is_error_object(body: bytes) -> bool:
         return False
 
 
-async def _whole(name: str, relay: Relay, rewrite: Rewrite | None, limit: int) -> Answer:
+async def _whole(
+    name: str, relay: Relay, rewrite: Rewrite | None, limit: int, names: Names | None
+) -> Answer:
     body, tally = await _read(name, relay.body, limit), Tally()
     if len(body) > PARSED:
         body = await _large(name, body, rewrite, tally)
@@ -174,6 +210,8 @@ async def _whole(name: str, relay: Relay, rewrite: Rewrite | None, limit: int) -
             read_usage(content, tally)
         if rewrite is not None:
             body = rewrite(body)
+    if names is not None and names.has_reason:
+        await require_reason(name, body)
     return Answer(200, _headers(relay, JSON), body, tally=tally)
 
 

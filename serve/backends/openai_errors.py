@@ -33,6 +33,8 @@ _DEAD = (
     "cannot schedule new futures after",  # Python's, from a vLLM that is stopping and drains
     "is not healthy",
 )
+# Statuses by an error's type, for events without one: Anthropic's, and some of OpenAI's.
+_STATUSES = {"invalid_request_error": 400, "rate_limit_error": 429, "overloaded_error": 503}
 
 
 class Refusal(RequestError):
@@ -81,6 +83,8 @@ def from_event(name: str, error: Any) -> BackendError | RequestError:
     message, param, code = _parsed(body)
     line = f"{name}: {message or 'failed while answering'}"
     status = error.get("code") if isinstance(error, dict) else None
+    if not isinstance(status, int) and isinstance(error, dict):
+        status = _STATUSES.get(str(error.get("type")))
     # Check the status before the message, which may quote the client.
     if isinstance(status, int) and 400 <= status < 500 and status != 429:
         return Refusal(message, status=status, param=param, code=code)

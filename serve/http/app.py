@@ -16,8 +16,10 @@ from octet import __version__
 from serve.access.keys import Principal, authorization_in
 from serve.api.embeddings import Embeddings
 from serve.api.errors import install
+from serve.api.messages import CountTokens, Messages
 from serve.api.operation import Operation
 from serve.api.request.exchange import Exchange
+from serve.api.responses import Responses
 from serve.api.text import Chats, Completions
 from serve.api.tokens import Detokenize, Tokenize
 from serve.config import GatewayConfig
@@ -32,6 +34,9 @@ __all__ = ["OPERATIONS", "create_admin_app", "create_app"]
 OPERATIONS: tuple[Operation, ...] = (
     Completions(),
     Chats(),
+    Responses(),
+    Messages(),
+    CountTokens(),
     Embeddings(),
     Tokenize(),
     Detokenize(),

@@ -7,6 +7,9 @@ from pydantic.json_schema import models_json_schema
 
 from octet import __version__
 from serve.api.embeddings import EmbeddingRequest
+from serve.api.errors import errors_of
+from serve.api.messages import CountTokensRequest, MessagesRequest
+from serve.api.responses import ResponsesRequest
 from serve.api.schemas import ChatRequest, CompletionRequest
 from serve.api.tokens import DetokenizeRequest, TokenizeRequest
 from serve.config import GatewayConfig, HttpConfig
@@ -34,9 +37,22 @@ _OPERATIONS: dict[str, tuple[str, type[BaseModel], type[BaseModel], bool]] = {
         responses.ChatCompletion,
         True,
     ),
+    "/v1/responses": ("Answer without state", ResponsesRequest, responses.Response, True),
+    "/v1/messages": ("Answer in Anthropic's form", MessagesRequest, responses.Message, True),
+    "/v1/messages/count_tokens": (
+        "Count the tokens of a conversation",
+        CountTokensRequest,
+        responses.CountedTokens,
+        False,
+    ),
     "/v1/embeddings": ("Embed texts", EmbeddingRequest, responses.EmbeddingList, False),
     "/tokenize": ("Token ids of a text", TokenizeRequest, responses.Tokenized, False),
     "/detokenize": ("The text of token ids", DetokenizeRequest, responses.Detokenized, False),
+}
+_DONE = "the last one's is `[DONE]`"
+_LAST = {
+    "/v1/responses": "its `type` is the event's name; the last one is `response.completed`",
+    "/v1/messages": "its `type` is the event's name; the last one is `message_stop`",
 }
 # Descriptions of the errors, by status.
 _ERRORS = {
@@ -87,7 +103,7 @@ def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
     summary, request, answer, streams = _OPERATIONS[path]
     content = {_JSON: _schema(answer)}
     if streams:
-        about = "Each event, with `stream: true`: `data` is JSON, the last one's is `[DONE]`"
+        about = f"Each event, with `stream: true`: `data` is JSON, {_LAST.get(path, _DONE)}"
         event = {"type": "object", "required": ["data"], "description": about}
         content[_STREAM] = {"schema": event | {"properties": {"data": {"type": "string"}}}}
     statuses = [status for status in _ERRORS if keys or status not in _OF_KEYS]
@@ -95,9 +111,10 @@ def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
     found = _answer("The answer", content)
     for header in (*of_tiers, "backend", "precision", "artifact", "divergence", "fallback"):
         found["headers"][f"X-Octet-{header.title()}"] = {"$ref": f"#/components/headers/{header}"}
-    answers = {"200": found} | _errors(statuses)
+    anthropic = errors_of(path).takes_x_api_key
+    answers = {"200": found} | _errors(statuses, anthropic=anthropic)
     if relays:
-        answers["4XX"] = _error("A refusal of the backend's own")
+        answers["4XX"] = _error("A refusal of the backend's own", anthropic=anthropic)
     return {
         "summary": summary,
         "operationId": path.removeprefix("/v1").strip("/").replace("/", "_"),
@@ -107,7 +124,7 @@ def _operation(path: str, *, keys: bool, relays: bool, tiers: bool) -> Json:
         ],
         "requestBody": {"required": True, "content": {_JSON: _schema(request)}},
         "responses": answers,
-        **_secured(keys),
+        **_secured(keys, anthropic=anthropic),
     }
 
 
@@ -205,8 +222,13 @@ def _answer(description: str, content: Json) -> Json:
     return {"description": description, "headers": headers, "content": content}
 
 
-def _error(description: str, status: int | None = None) -> Json:
-    answer = _answer(description, {_JSON: _schema(responses.ErrorObject)})
+def _error(description: str, status: int | None = None, *, anthropic: bool = False) -> Json:
+    schema = _schema(responses.ErrorObject)
+    if anthropic:
+        ours, schema = schema["schema"], _schema(responses.AnthropicErrorObject)
+        if status in _EARLY:  # before the path is known
+            schema = {"schema": {"anyOf": [schema["schema"], ours]}}
+    answer = _answer(description, {_JSON: schema})
     if status in _RETRIED:
         answer["headers"]["Retry-After"] = {"$ref": "#/components/headers/retry_after"}
     if status in _EARLY:
@@ -214,8 +236,11 @@ def _error(description: str, status: int | None = None) -> Json:
     return answer
 
 
-def _errors(statuses: Any) -> Json:
-    return {str(status): _error(_ERRORS[status], status) for status in sorted(statuses)}
+def _errors(statuses: Any, *, anthropic: bool = False) -> Json:
+    return {
+        str(status): _error(_ERRORS[status], status, anthropic=anthropic)
+        for status in sorted(statuses)
+    }
 
 
 def _tier_parameter(config: GatewayConfig) -> Json:
@@ -229,13 +254,15 @@ def _tier_parameter(config: GatewayConfig) -> Json:
     }
 
 
-def _secured(keys: bool) -> Json:
-    return {"security": [{"api_key": []}]} if keys else {}
+def _secured(keys: bool, *, anthropic: bool = False) -> Json:
+    schemes: list[Json] = [{"api_key": []}, *([{"x_api_key": []}] if anthropic else ())]
+    return {"security": schemes} if keys else {}
 
 
 def _security(config: GatewayConfig, keys: bool) -> Json:
     bearer = {"type": "http", "scheme": "bearer"}
-    schemes = {"api_key": bearer} if keys else {}
+    anthropic = {"type": "apiKey", "in": "header", "name": "X-Api-Key"}
+    schemes = {"api_key": bearer, "x_api_key": anthropic} if keys else {}
     return schemes | ({"admin_key": bearer} if config.admin.sha256 else {})
 
 

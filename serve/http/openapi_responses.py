@@ -5,14 +5,18 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 __all__ = [
+    "AnthropicErrorObject",
     "ChatCompletion",
     "Completion",
+    "CountedTokens",
     "Detokenized",
     "EmbeddingList",
     "ErrorObject",
+    "Message",
     "Model",
     "ModelList",
     "Readiness",
+    "Response",
     "Tokenized",
 ]
 
@@ -32,6 +36,16 @@ class Error(BaseModel):
 
 class ErrorObject(_Answer):
     error: Error
+
+
+class AnthropicError(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorObject(BaseModel):
+    type: Literal["error"]
+    error: AnthropicError
 
 
 class Usage(_Answer):
@@ -89,6 +103,38 @@ class ChatCompletion(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage | None = None
+
+
+class InputOutputUsage(_Answer):
+    input_tokens: int
+    output_tokens: int
+
+
+class Response(_Answer):
+    """`output` has messages, reasoning and calls of functions."""
+
+    id: str
+    object: Literal["response"]
+    created_at: float
+    model: str
+    status: str
+    output: list[dict[str, Any]]
+    usage: InputOutputUsage | None = None
+
+
+class Message(_Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None = None
+    usage: InputOutputUsage
+
+
+class CountedTokens(_Answer):
+    input_tokens: int
 
 
 class Embedding(_Answer):

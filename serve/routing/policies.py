@@ -246,8 +246,10 @@ def _session(data: dict[str, Any], headers: Mapping[bytes, bytes], header: str) 
     value = headers.get(header.lower().encode())
     if value is not None:
         return value.decode("latin-1")
-    for field in ("prompt_cache_key", "user"):
-        if isinstance(value := data.get(field), str):
+    metadata = data.get("metadata")
+    anthropic = metadata.get("user_id") if isinstance(metadata, dict) else None
+    for value in (data.get("prompt_cache_key"), data.get("user"), anthropic):
+        if isinstance(value, str):
             return value
     return ""
 
@@ -255,14 +257,17 @@ def _session(data: dict[str, Any], headers: Mapping[bytes, bytes], header: str) 
 def _prefix(data: dict[str, Any], chars: int) -> bytes:
     """Returns the beginning of the (first) prompt; token ids are written as decimals."""
     prompt = data.get("prompt", data.get("input"))
+    opening = [{"content": data.get(name)} for name in ("instructions", "system")]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):  # Responses
+        return _joined(_texts([*opening, *prompt]), chars)
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return prompt[:chars].encode(errors="replace")
+        return _joined((*_texts(opening), prompt), chars)
     if isinstance(prompt, list):
         return str(prompt[:chars]).encode()[:chars]
     messages = data.get("messages")
-    return _joined(_texts(messages), chars) if isinstance(messages, list) else b""
+    return _joined(_texts([*opening, *messages]), chars) if isinstance(messages, list) else b""
 
 
 def _texts(messages: list[Any]) -> Iterable[str]:

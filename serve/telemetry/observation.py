@@ -34,10 +34,14 @@ _access = logging.getLogger("octet.access")
 # The request that the running task works for: log lines carry its id.
 current: ContextVar["Observation | None"] = ContextVar("observation", default=None)
 
-OPERATIONS = {  # OpenTelemetry's `gen_ai.operation.name` by path; the last two are not its own
+_CHAT = "/v1/chat/completions"
+OPERATIONS = {  # OpenTelemetry's `gen_ai.operation.name` by path; the last three are not its own
     "/v1/completions": "text_completion",
-    "/v1/chat/completions": "chat",
+    _CHAT: "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
+    "/v1/messages/count_tokens": "count_tokens",
     "/tokenize": "tokenize",
     "/detokenize": "detokenize",
 }
@@ -151,7 +155,7 @@ class Observation:
         self._running = self.choices
         # The first token of each choice ends no gap between tokens. In a chat, an event with its
         # role and no token comes before it.
-        self._skipped = self.choices * (2 if self.operation == "chat" else 1) - events
+        self._skipped = self.choices * (2 if self.endpoint == _CHAT else 1) - events
         self._gaps = max(-self._skipped, 0)  # tokens that came together: gaps of no length
         self._held = [(0.0, self._gaps)]
         labels = (self.operation, self.model, self.pool)
@@ -282,7 +286,7 @@ class Observation:
         queried = self.backend and self.operation in ("text_completion", "chat", "embeddings")
         cut_short = ("client_gone", "deadline_exceeded")
         if queried and (self.first_s is not None or self.outcome in ("", *cut_short)):
-            roles = self.choices if self.operation == "chat" else 0
+            roles = self.choices if self.endpoint == _CHAT else 0
             return self.estimated_prompt_tokens, max(self.events - roles, 0), False
         return None
 

@@ -26,7 +26,8 @@ class FakeServer:
 
 def fault_of(body: dict[str, Any]) -> str:
     """The misbehaviour that a prompt asks for; none is ''."""
-    prompt = body.get("prompt") or (body.get("messages") or [{}])[-1].get("content")
+    prompt = body.get("prompt") or body.get("input")
+    prompt = prompt or (body.get("messages") or [{}])[-1].get("content")
     return prompt.split()[0] if isinstance(prompt, str) and prompt.startswith("!") else ""
 
 

@@ -24,6 +24,7 @@ class Flavour:
     metrics_path: str = "/metrics"
     metrics: str = ""
     tokenize: bool = False
+    named_events: bool = False  # has Responses and Messages
     default_limit: int = 512  # tokens of a completion without max_tokens, or with null
 
     def event(self, number: int, chunk: dict[str, Any] | str) -> bytes:
@@ -78,6 +79,7 @@ FLAVOURS = {
             max_model_len=True,
             metrics=_VLLM_METRICS,
             tokenize=True,
+            named_events=True,
             default_limit=16,
         ),
         Flavour(

@@ -14,6 +14,7 @@ from serve.engine.request import Delta, Finished, GenerateRequest
 from tests.fake_servers.base import FakeServer, asked, fault_of
 from tests.fake_servers.choices import chunk_of, streamed_choice, usage_of, whole_choice
 from tests.fake_servers.flavours import FLAVOURS
+from tests.fake_servers.named import NAMED, NamedAnswer, chat_of
 
 __all__ = ["FakeOpenAI"]
 
@@ -34,7 +35,7 @@ class FakeOpenAI(FakeServer):
     `!busy` 503, `!limit` 429, `!error` 500, `!dead` 500 of an engine that died, `!key` 401, `!html`
     a proxy's page, `!nothttp` bytes that are no HTTP. Within a stream: `!empty` closes after the
     headers, `!die` in the middle of an event, `!midreset` resets there, `!garbage` is no JSON,
-    `!inside` an error event.
+    `!inside` an error event, `!early` closes after the first event that has a name.
     """
 
     def __init__(self, delay_s: float = 0.0, *, flavour: str = "vllm", only: str = ""):
@@ -67,6 +68,10 @@ class FakeOpenAI(FakeServer):
         if self.flavour.tokenize:
             app.router.add_post("/tokenize", self._tokenize)
             app.router.add_post("/detokenize", self._detokenize)
+        if self.flavour.named_events:
+            for path in NAMED:
+                app.router.add_post(path, self._completions)
+            app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -133,6 +138,11 @@ class FakeOpenAI(FakeServer):
         answer = {"count": len(ids), "max_model_len": 512, "tokens": list(ids), "token_strs": None}
         return web.json_response(answer)
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        chat = chat_of("/v1/messages", body)
+        return web.json_response({"input_tokens": len(self.engine.chat_prompt(chat["messages"]))})
+
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await self._read(request)
         assert self.engine.tokenizer is not None
@@ -153,8 +163,7 @@ class FakeOpenAI(FakeServer):
             self.cancelled += 1
             raise
         except RequestError as error:
-            content = {"message": str(error), "type": "BadRequestError", "param": error.param}
-            return web.json_response({"error": content | {"code": 400}}, status=400)
+            return _refusal(request, 400, str(error), "BadRequestError", param=error.param)
         finally:
             self.running -= 1
 
@@ -168,21 +177,50 @@ class FakeOpenAI(FakeServer):
             await asyncio.sleep(3600)
         if fault in _REFUSALS:
             status, message, headers = _REFUSALS[fault]
-            error = {"message": message, "type": "Error", "code": status}
-            return web.json_response({"error": error}, status=status, headers=headers)
+            return _refusal(request, status, message, "Error", headers)
         if fault == "!html":
             return web.Response(status=502, text="<h1>Bad Gateway</h1>", content_type="text/html")
-        wanted = asked(body, self.engine, self.flavour.default_limit)
+        named = NamedAnswer(request.path, body) if request.path in NAMED else None
+        chat = body if named is None else chat_of(request.path, body)
+        wanted = asked(chat, self.engine, self.flavour.default_limit)
         if not body.get("stream"):
-            return web.json_response(await self._whole(wanted, body))
+            return web.json_response(await self._whole(wanted, body, named))
         async with aclosing(cast(Any, self.engine.generate(wanted))) as events:
             first = await anext(events)  # what refuses the request is raised here
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream; charset=utf-8"}
             )
             await response.prepare(request)
-            await self._stream(request, response, body, _chain(first, events))
+            if named is None:
+                await self._stream(request, response, body, _chain(first, events))
+            else:
+                await self._named(request, response, named, _chain(first, events), fault)
         return response
+
+    async def _named(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        named: NamedAnswer,
+        events: AsyncIterator[Any],
+        fault: str,
+    ) -> None:
+        if fault == "!empty":
+            return _break(request)
+        deltas = 0
+        async for line in named.events(events):
+            deltas += b"delta" in line
+            if deltas == 3 and fault in ("!die", "!midreset"):
+                await response.write(line[:25])
+                await asyncio.sleep(0.01)
+                return _break(request, reset=fault == "!midreset")
+            if deltas == 3 and fault == "!inside":
+                await response.write(named.fault())
+                return None
+            await response.write(line)
+            if fault == "!early":  # nothing but what opens a stream
+                return _break(request)
+        return None
 
     async def _stream(
         self,
@@ -216,16 +254,36 @@ class FakeOpenAI(FakeServer):
             await response.write(self.flavour.event(count + 1, chunk))
         await response.write(self.flavour.event(count + 2, "[DONE]"))
 
-    async def _whole(self, wanted: GenerateRequest, body: dict[str, Any]) -> Any:
+    async def _whole(
+        self, wanted: GenerateRequest, body: dict[str, Any], named: NamedAnswer | None
+    ) -> Any:
         deltas: list[Delta] = []
         async for event in self.engine.generate(wanted):
             if isinstance(event, Delta):
                 deltas.append(event)
             else:
                 end = event
+        if named is not None:
+            return named.whole(deltas, end)
         choice = whole_choice(deltas, end, body, self.flavour)
         answer = chunk_of(body, [choice], self.flavour) | {"usage": usage_of(end)}
         return answer | {"object": answer["object"].removesuffix(".chunk")}
+
+
+def _refusal(
+    request: web.Request,
+    status: int,
+    message: str,
+    kind: str,
+    headers: dict[str, str] | None = None,
+    **fields: Any,
+) -> web.Response:
+    if request.path == "/v1/messages":
+        answer = {"type": "error", "error": {"type": kind, "message": message}}
+    else:
+        error = {"message": message, "type": kind, **fields, "code": status}
+        answer = {"error": error}
+    return web.json_response(answer, status=status, headers=headers)
 
 
 async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:

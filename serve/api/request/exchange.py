@@ -19,8 +19,8 @@ from serve.api.errors import (
     code_of,
     error_bytes,
     error_headers,
+    errors_of,
     forget_frames,
-    sse_error,
     status_of,
 )
 from serve.api.operation import (
@@ -30,7 +30,6 @@ from serve.api.operation import (
     Operation,
     close,
     ended_in,
-    events_in,
     is_comment,
     joined,
 )
@@ -59,8 +58,8 @@ class Exchange:
     """One request and its answer."""
 
     __slots__ = (
-        *("attempts", "deadlines", "fields", "gateway", "headers", "observation", "operation"),
-        *("principal", "receive", "send", "tokens"),
+        *("attempts", "deadlines", "errors", "fields", "gateway", "headers", "observation"),
+        *("operation", "principal", "receive", "send", "tokens"),
     )
 
     def __init__(
@@ -68,6 +67,7 @@ class Exchange:
     ) -> None:
         self.gateway = gateway
         self.operation = operation
+        self.errors = errors_of(operation.path)
         self.fields: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers: dict[bytes, bytes] = dict(self.fields)
         self.receive = receive
@@ -104,6 +104,8 @@ class Exchange:
             if attempts.call.route.config.shadow is not None:
                 cast_shadow(self.gateway, self.operation, attempts.call)
             if answer.rest is None:
+                if answer.status != 200:
+                    answer.first = self.errors.refusal(answer.first, answer.status)
                 self._complete(answer)
                 return answer
             await self._stream(attempts, answer, answer.rest)
@@ -128,7 +130,8 @@ class Exchange:
     async def _checked(self, epoch: Epoch) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
         observation, operation, limits = self.observation, self.operation, epoch.config.limits
-        self.principal = epoch.keys.authenticate(authorization_in(self.fields))
+        authorization = authorization_in(self.fields, x_api_key=self.errors.takes_x_api_key)
+        self.principal = epoch.keys.authenticate(authorization)
         observation.authenticated(self.principal.name)
         require_json(self.headers.get(b"content-type"))
         timeout_s = requested_timeout_s(self.headers)
@@ -141,6 +144,8 @@ class Exchange:
         observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
         if epoch.config.logs.prompts:
             prompt = data.get("messages") or data.get("prompt") or ""
+            if operation.name == "chat":  # of Responses
+                prompt = prompt or data.get("input")
             observation.prompt = str(prompt)[:MAX_LOGGED]
         headers = {"content-type": JSON, **observation.headers_out()}
         streamed = bool(data.get("stream")) and "stream" in operation.schema.model_fields
@@ -181,7 +186,7 @@ class Exchange:
             await self._send_start(answer)
             await send({"type": "http.response.body", "body": answer.first, "more_body": True})
             deadlines.sent()
-            self.tokens = events_in(answer.first)
+            self.tokens = answer.events_in(answer.first)
             observation.first_token(self.tokens)
             async for piece in rest:
                 deadlines.sending()
@@ -190,7 +195,7 @@ class Exchange:
                     deadlines.sent(heard=False)
                     continue
                 deadlines.sent()
-                events = events_in(piece)
+                events = answer.events_in(piece)
                 self.tokens += events
                 observation.streamed(events, ended_in(piece) if several else 0)
                 progressed()
@@ -209,7 +214,7 @@ class Exchange:
             if not whole:
                 await close(rest)
         # From here on the backend is free, and the client may take its time.
-        tail = self._broken(error) if error is not None else b""
+        tail = self._broken(error, answer.tally.events) if error is not None else b""
         if error is not None:
             forget_frames(error)
         self._complete(answer, error)
@@ -270,12 +275,15 @@ class Exchange:
             _log.error("a request failed", exc_info=error)
         self.observation.refused(code_of(error))
         headers = error_headers(error)
+        status, body = status_of(error), b""
         if isinstance(error, AnsweredFailure):
-            return Answer(error.answer.status, headers | error.answer.headers, error.answer.first)
-        return Answer(status_of(error), headers, error_bytes(error))
+            status, body = error.answer.status, error.answer.first
+            headers |= error.answer.headers
+        body = self.errors.refusal(body or error_bytes(error), status)
+        return Answer(status, headers, body)
 
-    def _broken(self, error: Exception) -> bytes:
-        """Returns the event that ends a failed stream."""
+    def _broken(self, error: Exception, events: int) -> bytes:
+        """Returns the event that ends a failed stream, after `events` named ones."""
         assert self.attempts is not None
         if self.attempts.closing:
             error = shutting_down()
@@ -283,7 +291,7 @@ class Exchange:
             self.attempts.failed(error)
         _log.warning("a stream broke: %s", error)
         self.observation.broken(code_of(error))
-        return sse_error(error)
+        return self.errors.event(error, events)
 
     async def _send_start(self, answer: Answer) -> None:
         headers = answer.headers

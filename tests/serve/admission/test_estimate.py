@@ -51,6 +51,43 @@ CASES: dict[str, tuple[Any, int]] = {
         [{"role": "user", "content": [{"type": "image_url", "text": "abcd" * 5000}]}],
         PER_MESSAGE + 1 + 3 + 5000,
     ),
+    "Anthropic's image": (
+        [{"role": "user", "content": [{"type": "image", "source": {"data": "A" * 100_000}}]}],
+        PER_MESSAGE + 1 + 2 + PER_ATTACHMENT,
+    ),
+    "an image among the results of a tool": (
+        [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "content": [{"type": "image", "source": {"data": "A" * 100_000}}],
+                    }
+                ],
+            },
+            {
+                "type": "function_call_output",
+                "output": [{"type": "input_image", "image_url": "A" * 100_000}],
+            },
+        ],
+        (PER_MESSAGE + 1 + 3 + 2 + PER_ATTACHMENT) + (PER_MESSAGE + 5 + 3 + PER_ATTACHMENT),
+    ),
+    "the text of a tool's result": (
+        [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "content": [{"type": "text", "text": "abcd" * 500}]}
+                ],
+            }
+        ],
+        PER_MESSAGE + 1 + 3 + 1 + 500,
+    ),
+    "what a source holds beside an image": (
+        [{"role": "user", "content": [{"type": "text", "source": "abcd" * 500}]}],
+        PER_MESSAGE + 1 + 1 + 500,
+    ),
     "a tool's arguments are no attachment": (
         [{"role": "user", "content": None, "tool_calls": [{"type": "file", "file": "abcd" * 500}]}],
         PER_MESSAGE + 1 + 1 + 500,

@@ -44,6 +44,21 @@ ANSWERS: dict[str, dict[str, Any]] = {
         "data": [{"index": 0, "object": "embedding", "embedding": [0.5]}],
         "usage": {"prompt_tokens": 1, "total_tokens": 1},
     },
+    "/v1/responses": {
+        "object": "response",
+        "created_at": 1,
+        "status": "completed",
+        "output": [],
+        "usage": {"input_tokens": 1, "output_tokens": 1},
+    },
+    "/v1/messages": {
+        "type": "message",
+        "role": "assistant",
+        "content": [],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 1, "output_tokens": 1},
+    },
+    "/v1/messages/count_tokens": {"input_tokens": 1},
     "/tokenize": {"count": 1, "max_model_len": 9, "tokens": [1], "token_strs": None},
     "/detokenize": {"prompt": "a"},
 }
@@ -76,7 +91,7 @@ async def test_schemathesis_finds_no_answer_that_is_not_described(
         async with serving(*pools, models=models) as served:
             returncode, report = await schemathesis(served, tmp_path)
     assert returncode == 0, report[-4000:]
-    assert "Selected: 11/11" in report and "Tested: 11" in report, report[-4000:]
+    assert "Selected: 14/14" in report and "Tested: 14" in report, report[-4000:]
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -116,7 +131,7 @@ async def test_every_path_that_is_described_is_there_and_no_other(embedded: Serv
                 assert (
                     str(answer.status) in methods.get(method, {"responses": ["405"]})["responses"]
                 )
-    for path in ("/v1", "/v1/responses", "/admin/reload", "/v1/completions/"):
+    for path in ("/v1", "/v1/response", "/admin/reload", "/v1/completions/"):
         async with embedded.session.post(path) as answer:
             assert answer.status == 404
     async with embedded.session.get("/openapi.json") as answer:
@@ -131,11 +146,13 @@ def test_keys_are_in_it_where_they_are_asked_for() -> None:
             assert not {"401", "403"} & operation["responses"].keys()
     keyed = documented(access={"keys": [{"name": "k", "sha256": DIGEST}]})
     assert keyed["components"]["securitySchemes"] == {
-        "api_key": {"type": "http", "scheme": "bearer"}
+        "api_key": {"type": "http", "scheme": "bearer"},
+        "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     }
     for path, methods in keyed["paths"].items():
         for operation in methods.values():
-            secured = operation.get("security") == [{"api_key": []}]
+            anthropic = [{"x_api_key": []}] if path.startswith("/v1/messages") else []
+            secured = operation.get("security") == [{"api_key": []}, *anthropic]
             assert secured == ("401" in operation["responses"]) == (path not in OPEN_PATHS)
 
 

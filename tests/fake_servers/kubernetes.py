@@ -199,10 +199,10 @@ class FakeKubernetes:
 
     async def _patch(self, found: Json, patch: Json, subresource: str) -> web.Response:
         metadata = patch.get("metadata", {})
-        for key in ("uid", "resourceVersion"):
-            if key in metadata and metadata[key] != found["metadata"][key]:
-                said = f"Operation cannot be fulfilled on pods: {key} differs"
-                return refusal(409, "Conflict", said)
+        if metadata.get("uid", found["metadata"]["uid"]) != found["metadata"]["uid"]:
+            return refusal(422, "Invalid", "metadata.uid: Invalid value: field is immutable")
+        if metadata.get("resourceVersion", "") not in ("", found["metadata"]["resourceVersion"]):
+            return refusal(409, "Conflict", "the object has been modified")
         if "uid" in metadata and self.conflicts:
             self.conflicts -= 1
             return refusal(409, "Conflict", "Operation cannot be fulfilled on pods")
@@ -249,6 +249,8 @@ def merge(into: Json, patch: Json) -> None:
     for name, value in patch.items():
         if value is None:
             into.pop(name, None)
+        elif name == "annotations" and name not in into:  # as kube-apiserver 1.20 does
+            into[name] = {key: text or "" for key, text in value.items()}
         elif isinstance(value, dict):
             merge(into.setdefault(name, {}), value)
         elif name in keys:

@@ -112,13 +112,19 @@ class Pod:
     ) -> dict[str, Any]:
         """Returns a strategic merge patch for the pod's status; conditions merge by their type.
 
-        The API server refuses it (409) for another pod of the same name. One that lets traffic in
-        is refused for any other version of the pod, too: its container may have been restarted.
+        The API server refuses it (422) for another pod of the same name, and "True" (409) for
+        any other version of the pod, too: its container may have been restarted.
         """
         at = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H:%M:%SZ")
         changed = self.condition.get("status") != report.status
-        metadata: dict[str, Any] = {"uid": self.uid, "annotations": dict(report.annotations)}
-        if report.status == "True" and changed:
+        # A null for an annotation of a pod without any would become "".
+        annotations = {
+            name: text
+            for name, text in report.annotations.items()
+            if text is not None or name in self.annotations
+        }
+        metadata: dict[str, Any] = {"uid": self.uid, "annotations": annotations}
+        if report.status == "True":
             metadata["resourceVersion"] = self.version
         return {
             "metadata": metadata,

@@ -112,7 +112,7 @@ def proving(config: Path, kubelet: Kubelet, golden: Path, *options: str) -> Iter
         assert process.poll() in (None, -signal.SIGKILL), log.read_text()
     finally:
         signal_group(process.pid, signal.SIGTERM)
-        process.wait(30)
+        assert process.wait(30) in (0, -signal.SIGKILL), log.read_text()
 
 
 @asynccontextmanager

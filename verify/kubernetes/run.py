@@ -117,13 +117,13 @@ async def _served(prover: PodProver, address: tuple[str, int] | None) -> AsyncIt
         [web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)]
     )
     runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        with contextlib.closing(bind(*address)) as listener:
+    with contextlib.closing(bind(*address)) as listener:
+        await runner.setup()
+        try:
             await web.SockSite(runner, listener).start()
             yield
-    finally:
-        await runner.cleanup()
+        finally:
+            await runner.cleanup()
 
 
 class _PodCollector(Collector):

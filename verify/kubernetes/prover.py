@@ -340,7 +340,8 @@ class PodProver:
                 watched.failure = str(error)
             return
         if pod.condition.get("status") != report.status:
-            level = logging.INFO if report.status == "True" else logging.WARNING
+            lost = pod.condition.get("status") == "True" or report.reason == "Refused"
+            level = logging.WARNING if lost else logging.INFO
             line = "pod %s: %s=%s: %s"
             _log.log(level, line, pod.name, self._condition, report.status, report.message)
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, IndexError):

@@ -71,7 +71,7 @@ def prove(
     ] = 0.01,
     metrics: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Serve /metrics, /health and /ready there."),
+        typer.Option(metavar="ADDRESS", help="HOST:PORT to serve /metrics, /health and /ready."),
     ] = None,
     logs: Annotated[
         Literal["text", "json"], typer.Option("--logs", help="Format of the log.")

@@ -136,7 +136,8 @@ def test_the_commands_and_the_configuration_are_octets(chart: dict[str, Any]) ->
 
 def test_what_is_missing_is_named() -> None:
     config = {"config": CONFIG}
-    assert "image.repository: the image that you have built" in rendered({})["error"]
+    error = rendered({"gateway": config})["error"]
+    assert "image.repository: the image that you have built" in error
     assert "gateway.config: give the gateway's" in rendered({"image": IMAGE})["error"]
     error = rendered({"image": IMAGE, "gateway": config, "provers": {"fp8": {"port": 1}}})["error"]
     assert "selector" in error and "artifact" in error

@@ -21,10 +21,7 @@ apt download golang-1.19-go golang-1.19-src etcd-server
 for package in ./*.deb; do dpkg-deb -x "$package" root; done
 cp root/usr/bin/etcd "$out/etcd"
 
-mkdir goroot
-cp -r root/usr/share/go-1.19/. goroot
-cp root/usr/lib/go-1.19/VERSION goroot
-cp -r root/usr/lib/go-1.19/bin root/usr/lib/go-1.19/pkg goroot
+cp -rL root/usr/lib/go-1.19 goroot  # whose parts are links to each other
 mv kubernetes-*/ go/src/k8s.io/kubernetes
 export GOROOT="$work/goroot" GOPATH="$work/go" GOCACHE="$work/gocache" GO111MODULE=off \
   CGO_ENABLED=0 GOPROXY=off PATH="$work/goroot/bin:$PATH"

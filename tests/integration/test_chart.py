@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+import yaml
 
 from octet_cli.main import app
 from serve.config import GatewayConfig
@@ -119,8 +121,6 @@ def test_no_container_is_root_or_can_write_its_files(chart: dict[str, Any]) -> N
 
 
 def test_the_commands_and_the_configuration_are_octets(chart: dict[str, Any]) -> None:
-    import typer
-
     group: Any = typer.main.get_command(app)
     for pod in pods_of(chart).values():
         name, *words = pod["containers"][0]["args"]
@@ -129,8 +129,6 @@ def test_the_commands_and_the_configuration_are_octets(chart: dict[str, Any]) ->
             assert context.params["selector"] in ("app=vllm-fp8,tier=a", "app=vllm-bf16")
             assert context.params["metrics"] == "0.0.0.0:9090"
     (config,) = (x for x in chart["objects"] if x["kind"] == "ConfigMap")
-    import yaml
-
     GatewayConfig.model_validate(yaml.safe_load(config["data"]["gateway.yaml"]))
 
 

@@ -102,7 +102,7 @@ async def test_a_wrong_server_never_gets_the_condition(
     assert "True" not in seen
     assert "octet.dev/proven-server" not in pod["metadata"]["annotations"]
     assert "octet.dev/divergence" in pod["metadata"]["annotations"]
-    assert "pod a: octet.dev/proven=False: " in caplog.text
+    assert "test/a is refused: " in caplog.text
 
 
 async def test_a_restarted_container_loses_the_condition_until_it_is_proven(stage: Stage) -> None:

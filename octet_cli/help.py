@@ -91,6 +91,7 @@ EXAMPLES = {
         "octet serve --config gateway.yaml",
         "octet serve --config gateway.yaml --check",
     ),
+    "prove": ("octet prove --kubernetes --selector app=vllm --golden checkpoint",),
     "keys": ("octet keys new alice",),
     "keys new": ("octet keys new alice",),
     "keys hash": ("octet keys hash < key.txt",),

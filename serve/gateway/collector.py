@@ -3,7 +3,7 @@
 So they add no cost to requests, and cannot drift from the state that they show.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,7 +17,7 @@ from serve.members.member import Member
 from serve.members.proof_state import MemberProof
 from serve.routing import Pool, Routes
 
-__all__ = ["GatewayCollector"]
+__all__ = ["GatewayCollector", "backend_metrics"]
 
 BREAKER_STATES = {"closed": 0, "half_open": 1, "open": 2}
 # "none": no proof is required. "weakly_proven" came later: alerts compare with 3.
@@ -143,8 +143,7 @@ class GatewayCollector(Collector):
         yield self._tiers()
         yield from self._shared_limits()
         yield from self._queues()
-        yield from self._backends()
-        yield from self._proofs()
+        yield from backend_metrics(gateway.pools.values())
 
     def _tiers(self) -> Metric:
         fits = GaugeMetricFamily(
@@ -197,56 +196,59 @@ class GatewayCollector(Collector):
             rejections.add_metric(labels, count)
         yield rejections
 
-    def _backends(self) -> Iterator[Metric]:
-        members = [(pool.name, m) for pool in self.gateway.pools.values() for m in pool.members]
-        for name, documentation, read in _MEMBER:
-            gauge = GaugeMetricFamily(f"octet_backend_{name}", documentation, labels=_BACKEND)
-            for pool, member in members:
-                value = read(member)
-                if value is not None:
-                    gauge.add_metric((pool, member.name), value)
-            yield gauge
-        transitions = CounterMetricFamily(
-            "octet_backend_breaker_transitions",
-            "Changes of the breaker's state.",
-            labels=(*_BACKEND, "from", "to"),
-        )
-        ejections = CounterMetricFamily(
-            "octet_backend_ejections", "Times the breaker has opened.", labels=_BACKEND
-        )
-        for pool, member in members:
-            counts = member.breaker.transitions
-            for (before, after), count in counts.items():
-                transitions.add_metric((pool, member.name, before, after), count)
-            opened = sum(count for (_, after), count in counts.items() if after == "open")
-            ejections.add_metric((pool, member.name), opened)
-        yield transitions
-        yield ejections
 
-    def _proofs(self) -> Iterator[Metric]:
-        pools = self.gateway.pools.values()
-        proofs = [(pool.name, m.name, m.proof) for pool in pools for m in pool.members if m.proof]
-        divergence = GaugeMetricFamily(
-            "octet_backend_divergence_nats",
-            "Mean KL divergence from the reference on golden prompts: measured, with its 95 % "
-            "interval, and the range expected of a conforming backend.",
-            labels=(*_BACKEND, "figure"),
-        )
-        probes = CounterMetricFamily(
-            "octet_backend_probes",
-            "Proofs on golden prompts, by outcome.",
-            labels=(*_BACKEND, "outcome"),
-        )
-        tokens = CounterMetricFamily(
-            "octet_backend_probe_tokens", "Tokens that proofs took.", labels=_BACKEND
-        )
-        for pool, name, proof in proofs:
-            for figure, nats in _figures(proof):
-                divergence.add_metric((pool, name, figure), nats)
-            for outcome, count in proof.outcomes.items():
-                probes.add_metric((pool, name, outcome), count)
-            tokens.add_metric((pool, name), proof.tokens)
-        yield from (divergence, probes, tokens)
+def backend_metrics(pools: Iterable[Pool]) -> Iterator[Metric]:
+    """Yields the metrics of the pools' backends, and of their proofs."""
+    members = [(pool.name, m) for pool in pools for m in pool.members]
+    for name, documentation, read in _MEMBER:
+        gauge = GaugeMetricFamily(f"octet_backend_{name}", documentation, labels=_BACKEND)
+        for pool, member in members:
+            value = read(member)
+            if value is not None:
+                gauge.add_metric((pool, member.name), value)
+        yield gauge
+    transitions = CounterMetricFamily(
+        "octet_backend_breaker_transitions",
+        "Changes of the breaker's state.",
+        labels=(*_BACKEND, "from", "to"),
+    )
+    ejections = CounterMetricFamily(
+        "octet_backend_ejections", "Times the breaker has opened.", labels=_BACKEND
+    )
+    for pool, member in members:
+        counts = member.breaker.transitions
+        for (before, after), count in counts.items():
+            transitions.add_metric((pool, member.name, before, after), count)
+        opened = sum(count for (_, after), count in counts.items() if after == "open")
+        ejections.add_metric((pool, member.name), opened)
+    yield transitions
+    yield ejections
+    yield from _proof_metrics(members)
+
+
+def _proof_metrics(members: Iterable[tuple[str, Member]]) -> Iterator[Metric]:
+    proofs = [(pool, member.name, member.proof) for pool, member in members if member.proof]
+    divergence = GaugeMetricFamily(
+        "octet_backend_divergence_nats",
+        "Mean KL divergence from the reference on golden prompts: measured, with its 95 % "
+        "interval, and the range expected of a conforming backend.",
+        labels=(*_BACKEND, "figure"),
+    )
+    probes = CounterMetricFamily(
+        "octet_backend_probes",
+        "Proofs on golden prompts, by outcome.",
+        labels=(*_BACKEND, "outcome"),
+    )
+    tokens = CounterMetricFamily(
+        "octet_backend_probe_tokens", "Tokens that proofs took.", labels=_BACKEND
+    )
+    for pool, name, proof in proofs:
+        for figure, nats in _figures(proof):
+            divergence.add_metric((pool, name, figure), nats)
+        for outcome, count in proof.outcomes.items():
+            probes.add_metric((pool, name, outcome), count)
+        tokens.add_metric((pool, name), proof.tokens)
+    yield from (divergence, probes, tokens)
 
 
 def _figures(proof: MemberProof) -> Iterator[tuple[str, float]]:

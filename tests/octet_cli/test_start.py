@@ -124,6 +124,14 @@ REFUSED = {
     "serve model --samples texts.jsonl --recipe fp9": "unknown recipe 'fp9'",
     "serve model other": "other: give one export; options of vLLM go behind --",
     "serve --config absent": "configuration absent: No such file or directory",
+    "prove": "prove is for pods: give --kubernetes; for one server: octet verify URL --golden",
+    "prove --kubernetes": "which pods? give --selector",
+    "prove --kubernetes -l app=vllm": "give --golden, the directory of the export",
+    "prove --kubernetes -l app=vllm --golden absent": ABSENT,
+    "prove --kubernetes -l app=vllm --golden newer": NEWER,
+    "prove --kubernetes -l app=vllm --golden newer --port 70000": "--port 70000: neither a port",
+    "prove --kubernetes -l app=vllm --golden newer --condition proven": "--condition proven: write",
+    "prove --kubernetes -l app=vllm --golden newer --metrics 9090": "--metrics 9090: write HOST:P",
     "keys new ?": "'?' is not a valid name of a key",
 }
 

@@ -15,9 +15,9 @@ from octet.recipe import KvCacheDtype
 
 if TYPE_CHECKING:
     from serve.backends.base import Backend
-    from serve.config import BackendConfig
+    from serve.config import BackendConfig, HttpConfig
 
-__all__ = ["SCHEMES", "Query", "reached"]
+__all__ = ["SCHEMES", "Query", "http_config", "reached"]
 
 SCHEMES = ("http", "https", "grpc", "triton")
 _ASIDE_S = 10.0  # timeout of the request that finds out why a server does not answer
@@ -75,6 +75,19 @@ async def _require_answer(url: str) -> None:
 
 async def _openai(query: Query) -> "Backend":
     """Starts a backend for an HTTP server; of type vllm for vLLM, which returns tokens by id."""
+    return await _started(*await _http(query))
+
+
+async def http_config(query: Query) -> "tuple[str, HttpConfig]":
+    """Returns the model that an HTTP server serves, and the configuration of its backend.
+
+    Raises BackendUnavailable if it does not answer, and ConfigError if it cannot be queried.
+    """
+    await _require_answer(query.url)
+    return await _http(query)
+
+
+async def _http(query: Query) -> "tuple[str, HttpConfig]":
     from serve.config import HttpConfig
     from serve.config.backends import key_in
     from serve.proof.engine_report import engine_report
@@ -96,7 +109,7 @@ async def _openai(query: Query) -> "Backend":
     kind: Literal["vllm", "openai"] = "openai"
     if report is not None and report.engine == "vllm":
         kind = "vllm"
-    return await _started(model, config(kind, model))
+    return model, config(kind, model)
 
 
 async def _only_model(url: str, backend: "Backend") -> str:

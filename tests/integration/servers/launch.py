@@ -9,7 +9,10 @@ Leaving the block ends every process of the server; one that does not become rea
 
 import json
 import os
+import shlex
 import socket
+import ssl
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -22,6 +25,7 @@ from tests.integration.servers.process import Server, ServerFailed, free_port
 
 __all__ = [
     "GatewayServer",
+    "KubernetesServer",
     "RedisServer",
     "ServerFailed",
     "TritonServer",
@@ -202,6 +206,73 @@ class RedisServer(Server):
     def command(self) -> list[str]:
         memory = ("--save", "", "--appendonly", "no", "--maxmemory-policy", "noeviction")
         return ["redis-server", "--bind", "127.0.0.1", "--port", str(self.port), *memory]
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+@dataclass(kw_only=True)
+class KubernetesServer(Server):
+    """A kube-apiserver with its etcd, whose administrator's credentials are in `kubeconfig`."""
+
+    directory: Path
+    ready_seconds: float = 120.0
+    port: int = field(default_factory=free_port)
+    etcd_port: int = field(default_factory=free_port)
+    peer_port: int = field(default_factory=free_port)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.directory / "kubeconfig"
+
+    def ready(self) -> bool:
+        address = ("127.0.0.1", self.port)
+        try:
+            with (
+                socket.create_connection(address, timeout=5) as connection,
+                ssl._create_unverified_context().wrap_socket(connection) as secure,
+            ):
+                secure.sendall(b"GET /readyz HTTP/1.0\r\nauthorization: Bearer admin-token\r\n\r\n")
+                return b" 200 " in secure.recv(64)
+        except OSError:
+            return False
+
+    def command(self) -> list[str]:
+        tools, here = layout.KUBE_APISERVER, self.directory
+        key = here / "service-accounts.key"
+        subprocess.run(
+            ["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True
+        )
+        (here / "tokens.csv").write_text('admin-token,admin,1,"system:masters"\n')
+        server = {"server": f"https://127.0.0.1:{self.port}", "insecure-skip-tls-verify": True}
+        names = {"cluster": "test", "user": "admin"}
+        config = {
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": server}],
+            "users": [{"name": "admin", "user": {"token": "admin-token"}}],
+            "contexts": [{"name": "test", "context": names}],
+        }
+        self.kubeconfig.write_text(json.dumps(config))
+        etcd = f"http://127.0.0.1:{self.etcd_port}"
+        peer = f"http://127.0.0.1:{self.peer_port}"
+        start = [
+            *(str(tools / "etcd"), "--data-dir", str(here / "etcd"), "--log-level", "error"),
+            *("--listen-client-urls", etcd, "--advertise-client-urls", etcd),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"default={peer}"),
+        ]
+        api = [
+            *(str(tools / "kube-apiserver"), "--etcd-servers", etcd, "--bind-address", "127.0.0.1"),
+            *("--secure-port", str(self.port), "--cert-dir", str(here / "certificates")),
+            *("--token-auth-file", str(here / "tokens.csv"), "--authorization-mode", "RBAC"),
+            *("--service-account-issuer", "https://octet.test"),
+            *("--service-account-key-file", str(key)),
+            *("--service-account-signing-key-file", str(key)),
+            # The controllers, which make a namespace's own service account, do not run.
+            *("--disable-admission-plugins", "ServiceAccount"),
+            *("--service-cluster-ip-range", "10.0.0.0/24"),
+        ]
+        return ["sh", "-c", f"{shlex.join(start)} & exec {shlex.join(api)}"]
 
     def environment(self) -> dict[str, str]:
         return {}

@@ -9,6 +9,8 @@
   tensorrt-rtx/  a virtual environment with TensorRT-RTX and this repository
   modelopt/      a virtual environment with ModelOpt, before this repository's own packages
   llm-compressor/  the same with llm-compressor
+  kubernetes/    a virtual environment with Helm and the schemas of Kubernetes
+  kube-apiserver/  a kube-apiserver, built from Debian's sources, and etcd
   browser/       a virtual environment with Playwright and axe-core, for the system's Chromium
 """
 
@@ -23,6 +25,8 @@ TENSORRT_RTX = ROOT / "tensorrt-rtx"
 MODELOPT = ROOT / "modelopt"
 LLM_COMPRESSOR = ROOT / "llm-compressor"
 BROWSER = ROOT / "browser"
+KUBERNETES = ROOT / "kubernetes"
+KUBE_APISERVER = ROOT / "kube-apiserver"
 
 TRITON_SERVER = TRITON / "server"
 TRITON_LIBRARIES = TRITON_SERVER / "nvidia_pytriton.libs"

@@ -2,7 +2,8 @@
 
     python tests/integration/servers/setup.py [NAME ...]
 
-NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor or browser; without one, all are built.
+NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor, browser or kubernetes; without one,
+all of these are built. kube-apiserver is built only when it is named: Go compiles for 5 minutes.
 
 Each is built once: a stamp holds the hash of what it was built from, and an environment whose
 stamp still matches is left alone. `TORCH_INDEX_URL` (or `TORCH_INDEX`, as in the Makefile) names
@@ -22,6 +23,8 @@ from pathlib import Path
 import stub
 from layout import (
     BROWSER,
+    KUBE_APISERVER,
+    KUBERNETES,
     LLM_COMPRESSOR,
     MODELOPT,
     REPOSITORY,
@@ -98,6 +101,21 @@ def build_browser() -> None:
     check(BROWSER, "import axe_playwright_python.base, playwright.sync_api")
 
 
+def build_kubernetes() -> None:
+    create_environment(KUBERNETES)
+    requirements = REQUIREMENTS / "requirements-kubernetes.txt"
+    pip(KUBERNETES, "install", "--no-deps", "-r", str(requirements))
+    check(KUBERNETES, "import helm_python, kubernetes_validate, cloudcoil.models.keda")
+
+
+def build_kube_apiserver() -> None:
+    """Debian ships kubectl alone, but the sources of all of Kubernetes with it."""
+    shutil.rmtree(KUBE_APISERVER, ignore_errors=True)
+    KUBE_APISERVER.mkdir()
+    script = Path(__file__).with_name("kube_apiserver.sh")
+    run(KUBE_APISERVER, ["sh", str(script), str(KUBE_APISERVER)])
+
+
 BUILDERS: dict[Path, Callable[[], None]] = {
     VLLM: build_vllm,
     TRITON: build_triton,
@@ -105,7 +123,10 @@ BUILDERS: dict[Path, Callable[[], None]] = {
     MODELOPT: build_modelopt,
     LLM_COMPRESSOR: build_llm_compressor,
     BROWSER: build_browser,
+    KUBERNETES: build_kubernetes,
+    KUBE_APISERVER: build_kube_apiserver,
 }
+ON_REQUEST = (KUBE_APISERVER,)
 
 
 def create_environment(directory: Path, interpreter: str = sys.executable) -> None:
@@ -153,7 +174,7 @@ def fingerprint(environment: Path) -> str:
     """A hash of all that decides what the environment holds."""
     digest = hashlib.sha256(f"{sys.version_info[:2]} {sys.prefix} {REPOSITORY} {TORCH}".encode())
     here = Path(__file__).parent
-    sources = [here / "setup.py", here / "stub.py", here / "layout.py"]
+    sources = [here / name for name in ("setup.py", "stub.py", "layout.py", "kube_apiserver.sh")]
     for path in [*sources, *sorted(REQUIREMENTS.glob(f"requirements-{environment.name}*.txt"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -185,7 +206,7 @@ def main(names: list[str]) -> int:
         return 2
     ROOT.mkdir(exist_ok=True)
     started = time.monotonic()
-    for name in names or known:
+    for name in names or [name for name in known if known[name] not in ON_REQUEST]:
         try:
             build(known[name])
         except (SetupError, stub.StubError, OSError) as error:

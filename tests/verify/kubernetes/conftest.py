@@ -1,0 +1,3 @@
+from tests.serve.proof.conftest import proofs
+
+__all__ = ["proofs"]

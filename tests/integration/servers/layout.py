@@ -10,6 +10,7 @@
   modelopt/      a virtual environment with ModelOpt, before this repository's own packages
   llm-compressor/  the same with llm-compressor
   browser/       a virtual environment with Playwright and axe-core, for the system's Chromium
+  ray/           a virtual environment with Ray Serve, before this repository's own packages
 """
 
 from pathlib import Path
@@ -23,6 +24,7 @@ TENSORRT_RTX = ROOT / "tensorrt-rtx"
 MODELOPT = ROOT / "modelopt"
 LLM_COMPRESSOR = ROOT / "llm-compressor"
 BROWSER = ROOT / "browser"
+RAY = ROOT / "ray"
 
 TRITON_SERVER = TRITON / "server"
 TRITON_LIBRARIES = TRITON_SERVER / "nvidia_pytriton.libs"

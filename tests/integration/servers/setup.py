@@ -2,7 +2,8 @@
 
     python tests/integration/servers/setup.py [NAME ...]
 
-NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor or browser; without one, all are built.
+NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor, browser or ray; without one, all are
+built.
 
 Each is built once: a stamp holds the hash of what it was built from, and an environment whose
 stamp still matches is left alone. `TORCH_INDEX_URL` (or `TORCH_INDEX`, as in the Makefile) names
@@ -24,6 +25,7 @@ from layout import (
     BROWSER,
     LLM_COMPRESSOR,
     MODELOPT,
+    RAY,
     REPOSITORY,
     ROOT,
     TENSORRT_RTX,
@@ -84,7 +86,7 @@ def build_llm_compressor() -> None:
 
 
 def build_peer(environment: Path) -> None:
-    """A quantizer in front of the packages of the environment that runs this, torch among them."""
+    """Packages in front of those of the environment that runs this, torch among them."""
     create_environment(environment)
     requirements = REQUIREMENTS / f"requirements-{environment.name}.txt"
     pip(environment, "install", "--no-deps", "-r", str(requirements))
@@ -98,6 +100,11 @@ def build_browser() -> None:
     check(BROWSER, "import axe_playwright_python.base, playwright.sync_api")
 
 
+def build_ray() -> None:
+    build_peer(RAY)
+    check(RAY, "import ray.serve, octet, onnxruntime")
+
+
 BUILDERS: dict[Path, Callable[[], None]] = {
     VLLM: build_vllm,
     TRITON: build_triton,
@@ -105,6 +112,7 @@ BUILDERS: dict[Path, Callable[[], None]] = {
     MODELOPT: build_modelopt,
     LLM_COMPRESSOR: build_llm_compressor,
     BROWSER: build_browser,
+    RAY: build_ray,
 }
 
 

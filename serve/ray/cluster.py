@@ -59,18 +59,17 @@ def _connect(address: str | None) -> None:
     try:
         _require_listener(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        if reason.startswith("Version mismatch: "):
+            raise ConfigError(
+                "the Ray cluster is of another version: install the same here and there"
+                f" ({printable(reason.partition(': ')[2])})"
+            ) from None
         where = "on this machine" if address == "auto" else f"at {address}"
         raise ConfigError(
-            f"no Ray cluster answers {where} ({_first_line(error)}): start one with"
+            f"no Ray cluster answers {where} ({printable(reason).rstrip('.')}): start one with"
             " `ray start --head`, or give its --address"
-        ) from None
-    except RuntimeError as error:
-        if "ersion mismatch" not in str(error):
-            raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"the Ray cluster is of another version ({reason}): install the same here and there"
         ) from None
 
 
@@ -115,8 +114,5 @@ def _cause(messages: Iterable[str]) -> str:
     """Returns the line with Octet's own error in these messages, which contain tracebacks."""
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("octet.errors.")]
-    return printable((ours or lines or ["Ray gives no reason"])[0].partition("Error: ")[2][:1000])
-
-
-def _first_line(error: Exception) -> str:
-    return printable(str(error).strip().partition("\n")[0].rstrip("."))
+    line = (ours or lines[-1:] or ["Ray gives no reason"])[0]
+    return printable((line.partition("Error: ")[2] or line)[:1000])

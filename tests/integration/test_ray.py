@@ -36,7 +36,7 @@ from tests.integration.servers.process import Server, free_port
 
 MODEL = "python-lm"
 LAYER = 3  # whose weight scales are halved
-TOKENS = 24  # of an answer
+TOKENS = 32  # of an answer
 PROMPTS = ("def f(", "import ", "class A", "for i in ", "return ", "if x")
 PATIENCE_S = 600.0  # on a busy machine; nothing here is a measure of speed
 # Prints what Ray Serve knows of the replicas, whenever it changes.
@@ -131,6 +131,14 @@ def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
         timeout=PATIENCE_S,
         check=False,
     )
+
+
+OTHER = """
+import sys, ray
+ray.__version__ = "2.59.1"  # what Ray compares with the cluster's
+from octet_cli.main import main
+main(sys.argv[1:])
+"""
 
 
 def octet(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -333,6 +341,9 @@ async def test_a_replica_that_dies_loses_no_request_without_a_token(
     print(f"{len(clients.answers)} answers, {broken} broken off; replaced after {took:.0f} s")
     assert clients.lost() == []
     assert all(len(texts) == 1 for texts in clients.texts().values())
+    again = cluster.logs().count("the replica did not answer")
+    print(f"{again} requests without a token were lost by Ray, and sent again by the gateway")
+    assert again + broken > 0
 
 
 async def test_replicas_follow_the_outstanding_tokens_and_a_wrong_one_gets_no_request(
@@ -386,7 +397,7 @@ async def test_an_artifact_that_is_refused_is_not_deployed(
     halve_onnx_scales(exports / "onnx", tmp_path / "halved")
     backend = {"type": "embedded", "path": str(tmp_path / "halved"), "threads": 1}
     done = cluster.deploy(write("refused", backend))
-    assert done.returncode == 1
+    assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: not deployed: main/main-1 is refused: ")
 
@@ -432,6 +443,13 @@ def test_mistakes_are_one_line_each(
     )
     many = cluster.deploy(write("many", backend, min_replicas=30, max_replicas=30))
     assert "the fewest replicas need 6.2 CPU, and the cluster has 4 CPU" in many.stderr
+    config = str(write("other", backend))
+    words = ["deploy", "ray", config, "--address", cluster.address]
+    other = run([str(layout.python(layout.RAY)), "-P", "-c", OTHER, *words])
+    assert other.returncode == 2
+    assert other.stderr.splitlines()[-1].startswith(
+        "error: the Ray cluster is of another version: install the same here and there (The cluster"
+    )
     absent = octet("deploy", "ray", str(write("absent", backend)), "--address", "127.0.0.1:1")
     assert absent.returncode == 2
     assert "no Ray cluster answers at 127.0.0.1:1 (" in absent.stderr.splitlines()[-1]

@@ -124,6 +124,7 @@ REFUSED = {
     "serve model --samples texts.jsonl --recipe fp9": "unknown recipe 'fp9'",
     "serve model other": "other: give one export; options of vLLM go behind --",
     "serve --config absent": "configuration absent: No such file or directory",
+    "deploy ray absent": "octet deploy ray needs Ray Serve 2.60: pip install 'octet-llm[ray]'",
     "keys new ?": "'?' is not a valid name of a key",
 }
 

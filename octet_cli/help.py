@@ -92,6 +92,11 @@ EXAMPLES = {
         "octet serve --config gateway.yaml --check",
     ),
     "prove": ("octet prove --kubernetes --selector app=vllm --golden checkpoint",),
+    "deploy": ("octet deploy ray gateway.yaml",),
+    "deploy ray": (
+        "octet deploy ray gateway.yaml",
+        "octet deploy ray gateway.yaml --address 10.0.0.5:6379",
+    ),
     "keys": ("octet keys new alice",),
     "keys new": ("octet keys new alice",),
     "keys hash": ("octet keys hash < key.txt",),

@@ -18,6 +18,7 @@ from octet.errors import ConfigError, OctetError, printable
 from octet.hardware.cores import wait_briefly
 from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, recover, rescale
+from octet_cli.deploy import deploy
 from octet_cli.doctor import doctor
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
@@ -52,6 +53,7 @@ for command in (
     app.command(called, cls=Command, epilog=examples_of(called))(command)
 app.add_typer(export, name="export")
 app.add_typer(keys, name="keys")
+app.add_typer(deploy, name="deploy")
 
 
 @app.callback(invoke_without_command=True)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from octet.errors import BackendError, BackendUnavailable
 from serve.engine.request import Event, GenerateRequest
@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # tokenizers is not needed where no backend has one
 __all__ = [
     "PROBE",
     "Backend",
+    "Body",
     "Incarnation",
     "LoadReport",
     "Relay",
@@ -135,6 +136,15 @@ class Backend(Protocol):
 
     async def incarnation(self) -> Incarnation | None:
         """Identifies the incarnation that answers; None if unknown, or not now. Never raises."""
+
+
+@runtime_checkable
+class Body(Protocol):
+    """The bytes of a response as they come. Closing it early cancels the request."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    async def __anext__(self) -> bytes: ...
+    async def aclose(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import aiohttp
 from yarl import URL
 
 from octet.errors import BackendError, BackendUnavailable, RequestError
-from serve.backends.base import PROBE, Incarnation, LoadReport, Relay, sooner_or_later
+from serve.backends.base import PROBE, Body, Incarnation, LoadReport, Relay, sooner_or_later
 from serve.backends.bounds import MAX_REFUSAL, MAX_REPORT, MAX_TOKENS, PARSED, PIECE
 from serve.backends.connection import hold_open, kept_alive
 from serve.backends.openai_completion import completion_body, completion_events
@@ -202,7 +202,7 @@ class OpenAiHttpBackend:
         """Returns the whole body. Raises BackendError if it has more than `limit` bytes."""
         body = bytearray()
         content = relay.body
-        assert isinstance(content, _Body)
+        assert isinstance(content, Body)
         async with aclosing(content):
             async for piece in content:
                 body += piece
@@ -279,7 +279,7 @@ class OpenAiHttpBackend:
         headers = {**_JSON, "x-request-id": request.request_id, **request.headers}
         relay = await self.relay("/v1/completions", json.dumps(fields).encode(), headers)
         content = relay.body
-        assert isinstance(content, _Body)
+        assert isinstance(content, Body)
         async with aclosing(content):
             if relay.status != 200:
                 body = await self._report(relay, MAX_REFUSAL)

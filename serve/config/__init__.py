@@ -20,6 +20,7 @@ from serve.config.pools import (
     Routing,
 )
 from serve.config.proof import Proof, Tier
+from serve.config.ray import RayConfig, RayEngines
 
 __all__ = [
     "Access",
@@ -38,6 +39,8 @@ __all__ = [
     "ModelConfig",
     "PoolConfig",
     "Proof",
+    "RayConfig",
+    "RayEngines",
     "Retries",
     "Routing",
     "Shadow",

@@ -9,6 +9,7 @@ from serve.config.load import load
 from serve.config.models import ModelConfig
 from serve.config.pools import PoolConfig
 from serve.config.proof import Tier
+from serve.config.ray import RayConfig
 from serve.config.section import Count, Fraction, Integer, Name, Number, Port, Seconds, Section
 
 __all__ = ["MAX_ANSWER", "GatewayConfig", "Limits", "Listen", "Logs", "Traces"]
@@ -70,6 +71,7 @@ class GatewayConfig(Section):
     tiers: dict[Name, Tier] = Field(default_factory=dict)  # the most exact first
     pools: dict[Name, PoolConfig] = Field(default_factory=dict)
     models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
+    ray: RayConfig = RayConfig()
 
     @property
     def all_pools(self) -> dict[str, PoolConfig]:

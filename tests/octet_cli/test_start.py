@@ -132,6 +132,7 @@ REFUSED = {
     "prove --kubernetes -l app=vllm --golden newer --port 70000": "--port 70000: neither a port",
     "prove --kubernetes -l app=vllm --golden newer --condition proven": "--condition proven: write",
     "prove --kubernetes -l app=vllm --golden newer --metrics 9090": "--metrics 9090: write HOST:P",
+    "deploy ray absent": "octet deploy ray needs Ray Serve 2.60: pip install 'octet-llm[ray]'",
     "keys new ?": "'?' is not a valid name of a key",
 }
 

@@ -12,6 +12,7 @@
   kubernetes/    a virtual environment with Helm and the schemas of Kubernetes
   kube-apiserver/  a kube-apiserver, built from Debian's sources, and etcd
   browser/       a virtual environment with Playwright and axe-core, for the system's Chromium
+  ray/           a virtual environment with Ray Serve, before this repository's own packages
 """
 
 from pathlib import Path
@@ -27,6 +28,7 @@ LLM_COMPRESSOR = ROOT / "llm-compressor"
 BROWSER = ROOT / "browser"
 KUBERNETES = ROOT / "kubernetes"
 KUBE_APISERVER = ROOT / "kube-apiserver"
+RAY = ROOT / "ray"
 
 TRITON_SERVER = TRITON / "server"
 TRITON_LIBRARIES = TRITON_SERVER / "nvidia_pytriton.libs"

@@ -2,8 +2,9 @@
 
     python tests/integration/servers/setup.py [NAME ...]
 
-NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor, browser or kubernetes; without one,
-all of these are built. kube-apiserver is built only when it is named: Go compiles for 5 minutes.
+NAME is vllm, triton, tensorrt-rtx, modelopt, llm-compressor, browser, ray or kubernetes; without
+one, all of these are built. kube-apiserver is built only when it is named: Go compiles for 5
+minutes.
 
 Each is built once: a stamp holds the hash of what it was built from, and an environment whose
 stamp still matches is left alone. `TORCH_INDEX_URL` (or `TORCH_INDEX`, as in the Makefile) names
@@ -27,6 +28,7 @@ from layout import (
     KUBERNETES,
     LLM_COMPRESSOR,
     MODELOPT,
+    RAY,
     REPOSITORY,
     ROOT,
     TENSORRT_RTX,
@@ -87,7 +89,7 @@ def build_llm_compressor() -> None:
 
 
 def build_peer(environment: Path) -> None:
-    """A quantizer in front of the packages of the environment that runs this, torch among them."""
+    """Packages in front of those of the environment that runs this, torch among them."""
     create_environment(environment)
     requirements = REQUIREMENTS / f"requirements-{environment.name}.txt"
     pip(environment, "install", "--no-deps", "-r", str(requirements))
@@ -116,6 +118,11 @@ def build_kube_apiserver() -> None:
     run(KUBE_APISERVER, ["sh", str(script), str(KUBE_APISERVER)])
 
 
+def build_ray() -> None:
+    build_peer(RAY)
+    check(RAY, "import ray.serve, octet, onnxruntime")
+
+
 BUILDERS: dict[Path, Callable[[], None]] = {
     VLLM: build_vllm,
     TRITON: build_triton,
@@ -125,6 +132,7 @@ BUILDERS: dict[Path, Callable[[], None]] = {
     BROWSER: build_browser,
     KUBERNETES: build_kubernetes,
     KUBE_APISERVER: build_kube_apiserver,
+    RAY: build_ray,
 }
 ON_REQUEST = (KUBE_APISERVER,)
 

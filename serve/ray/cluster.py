@@ -1,0 +1,118 @@
+"""Deploys the application to a Ray cluster that runs, and reports what becomes of it."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus
+
+from octet.errors import ConfigError, OctetError, printable
+from serve.check import check
+from serve.config.checks import load_config
+from serve.ray.app import application
+from serve.ray.plan import require_resources
+
+__all__ = ["APPLICATION", "deploy"]
+
+APPLICATION = "octet"
+CONNECT_S = 5.0
+_POLL_S = 0.5
+_FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+
+
+def deploy(path: Path, address: str | None, say: Callable[[str], None]) -> None:
+    """Deploys the configuration `path`, and returns once each replica is proven and serves.
+
+    `address` is the cluster's (default: RAY_ADDRESS, or the cluster of this machine). `say` gets a
+    line for each step. Raises OctetError for a configuration that Ray cannot serve, without a
+    cluster of this Ray's version, for replicas that no machine can hold, and for a replica that
+    does not start, or is refused.
+    """
+    for line in check(path):
+        say(line)
+    config = load_config(path)
+    app = application(config)
+    _connect(address)
+    try:
+        require_resources(config, ray.nodes())
+        host, port = config.listen.host, config.listen.port
+        serve.start(http_options=HTTPOptions(host=host, port=port))
+        _require_address(host, port)
+        target = serve.RunTarget(target=app, name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait(say)
+        say(f"serving {', '.join(config.models)} on http://{host}:{port}")
+    finally:
+        ray.shutdown()  # leaves the application running
+
+
+def _connect(address: str | None) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    address = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        _require_listener(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())
+        if reason.startswith("Version mismatch: "):
+            raise ConfigError(
+                "the Ray cluster is of another version: install the same here and there"
+                f" ({printable(reason.partition(': ')[2])})"
+            ) from None
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise ConfigError(
+            f"no Ray cluster answers {where} ({printable(reason).rstrip('.')}): start one with"
+            " `ray start --head`, or give its --address"
+        ) from None
+
+
+def _require_listener(address: str) -> None:
+    """Raises OSError if nothing listens at HOST:PORT; Ray itself would try for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+
+
+def _require_address(host: str, port: int) -> None:
+    """Raises ConfigError if Ray Serve runs already, and listens elsewhere."""
+    options = _get_global_client().http_config
+    if (options.host, options.port) != (host, port):
+        raise ConfigError(
+            f"listen: is {host}:{port}, but Ray Serve runs already, on {options.host}:"
+            f"{options.port}: change it, or stop what Ray serves with `serve shutdown`"
+        )
+
+
+def _wait(say: Callable[[str], None]) -> None:
+    """Returns when all deployments run. Raises OctetError with the reason if one does not."""
+    said: dict[str, str] = {}
+    while True:
+        status = serve.status().applications[APPLICATION]
+        if status.status == ApplicationStatus.RUNNING:
+            return
+        for name, deployment in status.deployments.items():
+            states = ", ".join(
+                f"{count} {state.lower()}" for state, count in deployment.replica_states.items()
+            )
+            if states and said.get(name) != states:
+                said[name] = states
+                say(f"{name}: {states}")
+        if status.status in _FAILED:
+            reasons = [status.message, *(d.message for d in status.deployments.values())]
+            raise OctetError(f"not deployed: {_cause(reasons)}")
+        time.sleep(_POLL_S)
+
+
+def _cause(messages: Iterable[str]) -> str:
+    """Returns the line with Octet's own error in these messages, which contain tracebacks."""
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("octet.errors.")]
+    line = (ours or lines[-1:] or ["Ray gives no reason"])[0]
+    return printable((line.partition("Error: ")[2] or line)[:1000])

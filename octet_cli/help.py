@@ -91,6 +91,10 @@ EXAMPLES = {
         "octet serve --config gateway.yaml",
         "octet serve --config gateway.yaml --check",
     ),
+    "rollout": (
+        "octet rollout my-model next --steps 0.01,0.1,1",
+        "octet rollout my-model --back",
+    ),
     "keys": ("octet keys new alice",),
     "keys new": ("octet keys new alice",),
     "keys hash": ("octet keys hash < key.txt",),
@@ -108,6 +112,7 @@ _MEANT = {
     **dict.fromkeys(("benchmark", "measure"), "bench"),
     **dict.fromkeys(("size", "sizing", "cost", "estimate"), "plan"),
     **dict.fromkeys(("run", "start", "gateway"), "serve"),
+    **dict.fromkeys(("canary", "promote", "rollback"), "rollout"),
     **dict.fromkeys(("key", "api-key"), "keys"),
     "vllm": "checkpoint",
     "tensorrt": "onnx",

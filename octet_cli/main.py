@@ -28,6 +28,7 @@ from octet_cli.packages import DISTRIBUTION, PACKAGES, find_foreign, locate
 from octet_cli.plan import plan
 from octet_cli.prewarm import prewarm
 from octet_cli.replay import replay
+from octet_cli.rollout import rollout
 from octet_cli.serve import serve
 from octet_cli.verify import verify
 
@@ -45,7 +46,7 @@ app = typer.Typer(
 )
 for command in (
     *(calibrate, rescale, recover, replay, build_engine, golden, verify),
-    *(evaluate, bench, plan, doctor, prewarm, serve),
+    *(evaluate, bench, plan, doctor, prewarm, serve, rollout),
 ):
     called = command.__name__.replace("_", "-")
     app.command(called, cls=Command, epilog=examples_of(called))(command)

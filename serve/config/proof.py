@@ -66,7 +66,8 @@ class Judge(Section):
     max_prompt_tokens: Count = 2048  # longer prompts are not copied
     tokens_per_minute: Count = 20_000  # of both pools together
     max_in_flight: Count = 2  # copies at once
-    window: Count = 1000  # answers, after which the interval begins anew
+    # Answers after which an undecided interval begins anew; one that decides ends sooner.
+    window: Count = 2000
 
 
 class Tier(Section):

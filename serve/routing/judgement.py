@@ -34,6 +34,7 @@ Outcome: TypeAlias = (
 # Candidates of a divergence: 32 times below the limit to 32 times above, in eighths of an octave.
 _MULTIPLES = 2.0 ** (np.arange(-40, 41) / 8)
 _SHARES = np.linspace(0.0, 1.0, 201)
+_LEAST = 100  # answers of an interval: the next one sees a change as soon as it decides
 _SIGMAS = 4  # of an answer that diverges by the limit: rarer ones are clipped
 
 
@@ -56,9 +57,11 @@ class Judgement:
         self.ruling: Ruling = "undecided"
         self.low = 0.0  # nats; falls only when a later interval lies below it
         self.problem, self.problems = "", 0
+        self._ended: tuple[Running, Running] | None = None  # the interval before, of both figures
         self._renew()
 
     def _renew(self) -> None:
+        """Begins a new interval."""
         config, most = self.config, self.config.answer_tokens
         # The log-likelihood ratio of n tokens with a divergence of k has a variance of about 2kn.
         limit = config.max_kl * most
@@ -69,13 +72,16 @@ class Judgement:
 
     @property
     def kl(self) -> Running:
-        """Returns the divergence from the reference, in nats per token, in this window."""
-        return self._kl.now
+        """Returns the divergence from the reference, in nats per token.
+
+        It is that of the present interval, or of the one before until the present one decides.
+        """
+        return self._kl.now if self._ended is None else self._ended[0]
 
     @property
     def agreement(self) -> Running:
-        """Returns the share of tokens at which both have the same likeliest token."""
-        return self._agreement.now
+        """Returns the share of tokens at which both have the same likeliest token, of `kl`."""
+        return self._agreement.now if self._ended is None else self._ended[1]
 
     def take(self, tokens: int) -> bool:
         """Decides whether a copy of about `tokens` tokens is within the limits; counts it if so."""
@@ -95,6 +101,7 @@ class Judgement:
         before = self._incarnations.setdefault(backend, incarnation)
         if before != incarnation:
             self._incarnations[backend] = incarnation
+            self._ended = None
             self._renew()
             if self.ruling == "within":
                 self.ruling = "undecided"
@@ -116,8 +123,12 @@ class Judgement:
             self.ruling = "exceeds"
         elif kl.high <= self.config.max_kl:
             self.ruling = "within"
-        if kl.answers >= self.config.window:
+        decided = kl.low >= self.config.max_kl or kl.high <= self.config.max_kl
+        if kl.answers >= (min(_LEAST, self.config.window) if decided else self.config.window):
+            self._ended = kl, self._agreement.now
             self._renew()
+        elif decided:
+            self._ended = None
         return self.ruling != before
 
     def failed(self, outcome: Outcome, problem: str) -> None:

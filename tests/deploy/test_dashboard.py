@@ -134,8 +134,14 @@ def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, se
         "octet_backend_breaker_transitions_total",  # the state itself is shown
         "octet_backend_running",
         "octet_build_info",
+        "octet_canary_share",  # only of canaries and judged pools; an alert tells of a ruling
+        "octet_judged_agreement",
+        "octet_judged_copies_total",
+        "octet_judged_divergence_nats",
+        "octet_judged_ruling",
         "octet_pool_ready",
         "octet_reloads_total",
+        "octet_rollouts_total",
         "octet_shared_limits_alone_total",  # only with access.shared; an alert tells of a loss
         "octet_shared_limits_gateways",
         "octet_shared_limits_losses_total",

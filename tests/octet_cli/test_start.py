@@ -72,7 +72,7 @@ REFUSED = {
     "rollout m next --back": "name the canary to roll out, or give --back",
     "rollout m next --gateway host:9": "--gateway host:9: should start with http:// or https://",
     "rollout m next --steps a,1": "--steps a,1: write shares such as 0.01,0.1,0.5,1",
-    "rollout m next --gateway http://127.0.0.1:9": "no answer: [Errno 111] Connection refused; is",
+    "rollout m next --gateway http://127.0.0.1:9": "http://127.0.0.1:9/admin/",
     "bench http://127.0.0.1:9": "http://127.0.0.1:9: a comparison needs two servers or more",
     "bench plain http://127.0.0.1:9": "plain: neither a server's URL",
     "bench http://127.0.0.1:9 http://127.0.0.1:9": "prompts need the model's tokenizer: give --tok",

@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("export", type=Path)
     parser.add_argument("--good", type=Path, nargs="*", default=[])
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which none begins")
     parser.add_argument("--workers", type=int, default=2, help="gateways at once, each one process")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -60,7 +61,8 @@ def main() -> None:
     began = time.monotonic()
     parts = [range(n, options.count, options.workers) for n in range(options.workers)]
     with ProcessPoolExecutor(options.workers) as pool:
-        runs = [pool.submit(work, options.export, good, seeds) for seeds in parts]
+        until = time.time() + options.seconds
+        runs = [pool.submit(work, options.export, good, seeds, until) for seeds in parts]
         rows = sorted((row for run in runs for row in run.result()), key=lambda row: row["seed"])
     corrupted = [row for row in rows if row["fault"]]
     card = conditions(
@@ -82,13 +84,13 @@ def count(rows: list[dict[str, Any]], fault: str | None, outcome: str) -> int:
     return sum(row["outcome"] == outcome and fault in (None, row["fault"]) for row in rows)
 
 
-def work(export: Path, good: list[Path], seeds: range) -> list[dict[str, Any]]:
+def work(export: Path, good: list[Path], seeds: range, until: float) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
-        return asyncio.run(_work(export, good, seeds, Path(name)))
+        return asyncio.run(_work(export, good, seeds, until, Path(name)))
 
 
 async def _work(
-    export: Path, good: list[Path], seeds: range, directory: Path
+    export: Path, good: list[Path], seeds: range, until: float, directory: Path
 ) -> list[dict[str, Any]]:
     file = directory / "gateway.yaml"
     write(file, export, export, directory)
@@ -96,7 +98,13 @@ async def _work(
     gateway.path = file
     await gateway.start(patience_s=600)
     try:
-        return [await rolled_out(gateway, export, good, seed, directory) for seed in seeds]
+        rows = []
+        for seed in seeds:
+            if time.time() > until:
+                break
+            rows.append(await rolled_out(gateway, export, good, seed, directory))
+            print(rows[-1], flush=True)
+        return rows
     finally:
         await gateway.close()
 
@@ -145,7 +153,7 @@ def write(file: Path, export: Path, candidate: Path, directory: Path) -> None:
     content = {
         "models": {"m": {"pool": "main", "canary": [{"pool": "next", "fraction": 0}]}},
         "pools": {
-            "main": pool(export),
+            "main": pool(export, proof={"enabled": False}),
             "reference": pool(export),
             "next": pool(candidate, proof={"enabled": False}, judge=JUDGE),
         },

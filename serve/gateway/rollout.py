@@ -223,6 +223,7 @@ class Rollouts:
         pool, key = self._gateway.pools[rollout.pool], (rollout.model, rollout.pool)
         judgement = pool.judgement
         assert judgement is not None
+        judgement.restart()  # what an earlier rollout found may have been repaired
         rollout.note("waits until a backend of the pool is proven and ready")
         why = await self._reached(rollout, pool, lambda: pool.ready, starting=True)
         for share in (0.0, *rollout.steps):

@@ -120,6 +120,11 @@ async def test_a_promoted_canary_that_turns_bad_gets_no_more_requests(tmp_path: 
         assert record(tmp_path) == ("rolled_back", 0.0)
         await bad.close()
 
+        # Once it is repaired, it is rolled out anew.
+        gateway.rollouts.start("m", "next", [1.0], 60.0)
+        await until(lambda: ended(served))
+        assert record(tmp_path) == ("promoted", 1.0)
+
 
 async def test_a_canary_that_dies_is_rolled_back(tmp_path: Path) -> None:
     with patch.object(rollout_file, "_OUT_S", 0.3):

@@ -104,7 +104,7 @@ class Exchange:
             member = None if attempts.lease is None else attempts.lease.member
             answer.headers.update(provenance(attempts.pool, attempts.tier, member))
             if self.principal is not None and not self.principal.private:
-                self._copy(attempts.call)
+                self._copy(attempts.call, answer.status)
             if answer.rest is None:
                 self._complete(answer)
                 return answer
@@ -127,11 +127,14 @@ class Exchange:
             if self.attempts is not None:
                 self.attempts.release()
 
-    def _copy(self, call: Call) -> None:
-        """Sends copies of the request to a shadow pool and to a judge, where a draw selects it."""
+    def _copy(self, call: Call, status: int) -> None:
+        """Sends copies of the request to a shadow pool and to a judge, where a draw selects it.
+
+        A request that its backend refused has nothing to judge.
+        """
         if call.route.config.shadow is not None:
             cast_shadow(self.gateway, self.operation, call)
-        if isinstance(self.operation, TextOperation):
+        if status == 200 and isinstance(self.operation, TextOperation):
             judge_copy(self.gateway, self.operation, call)
 
     async def _checked(self, epoch: Epoch) -> Attempts:

@@ -229,6 +229,9 @@ class _Copy:
                     lease.progressed()
                     if isinstance(event, Delta):
                         found += event.logprobs or ()
+                        if len(found) > len(prompt) + max_tokens:
+                            line = f"{member.name}: more tokens than requested"
+                            raise BackendError(line, kind="garbled")
                     elif isinstance(event, Finished):
                         _settle(lease, event, self.judgement)
             lease.succeeded()

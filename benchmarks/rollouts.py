@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("export", type=Path)
     parser.add_argument("--good", type=Path, nargs="*", default=[])
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--correct-every", type=int, default=2, help="other candidates are not")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which none begins")
     parser.add_argument("--workers", type=int, default=2, help="gateways at once, each one process")
     parser.add_argument("--output", type=Path)
@@ -62,7 +63,10 @@ def main() -> None:
     parts = [range(n, options.count, options.workers) for n in range(options.workers)]
     with ProcessPoolExecutor(options.workers) as pool:
         until = time.time() + options.seconds
-        runs = [pool.submit(work, options.export, good, seeds, until) for seeds in parts]
+        runs = [
+            pool.submit(work, options.export, good, options.correct_every, seeds, until)
+            for seeds in parts
+        ]
         rows = sorted((row for run in runs for row in run.result()), key=lambda row: row["seed"])
     corrupted = [row for row in rows if row["fault"]]
     card = conditions(
@@ -84,13 +88,15 @@ def count(rows: list[dict[str, Any]], fault: str | None, outcome: str) -> int:
     return sum(row["outcome"] == outcome and fault in (None, row["fault"]) for row in rows)
 
 
-def work(export: Path, good: list[Path], seeds: range, until: float) -> list[dict[str, Any]]:
+def work(
+    export: Path, good: list[Path], every: int, seeds: range, until: float
+) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
-        return asyncio.run(_work(export, good, seeds, until, Path(name)))
+        return asyncio.run(_work(export, good, every, seeds, until, Path(name)))
 
 
 async def _work(
-    export: Path, good: list[Path], seeds: range, until: float, directory: Path
+    export: Path, good: list[Path], every: int, seeds: range, until: float, directory: Path
 ) -> list[dict[str, Any]]:
     file = directory / "gateway.yaml"
     write(file, export, export, directory)
@@ -102,7 +108,8 @@ async def _work(
         for seed in seeds:
             if time.time() > until:
                 break
-            rows.append(await rolled_out(gateway, export, good, seed, directory))
+            correct = good[seed % len(good)] if seed % every == every - 1 else None
+            rows.append(await rolled_out(gateway, export, correct, seed, directory))
             print(rows[-1], flush=True)
         return rows
     finally:
@@ -110,10 +117,10 @@ async def _work(
 
 
 async def rolled_out(
-    gateway: Gateway, export: Path, good: list[Path], seed: int, directory: Path
+    gateway: Gateway, export: Path, correct: Path | None, seed: int, directory: Path
 ) -> dict[str, Any]:
-    fault, candidate = "", good[seed // 2 % len(good)]
-    if seed % 2:
+    fault, candidate = "", correct
+    if candidate is None:
         fault, candidate = plant(export, directory / f"candidate-{seed}", seed)
     write(directory / "gateway.yaml", export, candidate, directory)
     await reload_from(gateway, gateway.path)
@@ -194,7 +201,7 @@ async def asking(gateway: Gateway, counts: dict[str, int]) -> Any:
 def plant(export: Path, out: Path, seed: int) -> tuple[str, Path]:
     """Writes `export` with a fault, and hashes that fit it, as a botched conversion leaves it."""
     random = np.random.default_rng(seed)
-    fault = FAULTS[seed // 2 % len(FAULTS)]
+    fault = FAULTS[seed % len(FAULTS)]
     model = onnx.load(export / "model.onnx")
     arrays = {entry.name: entry for entry in model.graph.initializer}
     for name, value in changed(fault, arrays, random):

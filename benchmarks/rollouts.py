@@ -141,7 +141,6 @@ async def rolled_out(
         "export": "" if fault else candidate.name,
         "outcome": state["outcome"],
         "kl_low": judgement.kl.low,
-        "kl_mean": round(judgement.kl.mean, 5),
         "copies": judgement.outcomes["judged"],
         "client_tokens": counts["candidate"],
         "client_answers": counts["answers"],

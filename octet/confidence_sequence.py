@@ -7,7 +7,7 @@ most 1/40 (Ville's inequality). So does the mean of such wealths over several f.
 as too low; bets on -yᵢ reject it as too high. (Waudby-Smith and Ramdas, "Estimating means of
 bounded random variables by betting", J. R. Statist. Soc. B 86 (2024) 1.)
 
-The trap: what is bounded is the mean of clipped answers. One answer counts as at most C.
+The trap: the interval is of the mean of clipped bets. One answer counts as at most C.
 """
 
 import math
@@ -49,8 +49,8 @@ class ConfidenceSequence:
         self._low, self._high = 0.0, math.inf
 
     def add(self, total: float, tokens: int) -> None:
-        """Adds an answer with a sum of `total` over `tokens` tokens; an infinite sum is clipped."""
-        self._sum += min(max(total, -self._clip), self._clip)
+        """Adds an answer with a sum of `total` over `tokens` tokens. Infinity makes the mean infinite."""
+        self._sum += total
         self._answers += 1
         self._tokens += tokens
         bets = np.clip((total - self._grid * tokens) / self._clip, -1.0, 1.0)[:, None] * _FRACTIONS

@@ -49,7 +49,7 @@ class ConfidenceSequence:
         self._low, self._high = 0.0, math.inf
 
     def add(self, total: float, tokens: int) -> None:
-        """Adds an answer with a sum of `total` over `tokens` tokens. Infinity makes the mean infinite."""
+        """Adds an answer with a sum of `total`, which may be infinite, over `tokens` tokens."""
         self._sum += total
         self._answers += 1
         self._tokens += tokens

@@ -97,6 +97,10 @@ EXAMPLES = {
         "octet deploy ray gateway.yaml",
         "octet deploy ray gateway.yaml --address 10.0.0.5:6379",
     ),
+    "rollout": (
+        "octet rollout my-model next --steps 0.01,0.1,1",
+        "octet rollout my-model --back",
+    ),
     "keys": ("octet keys new alice",),
     "keys new": ("octet keys new alice",),
     "keys hash": ("octet keys hash < key.txt",),
@@ -114,6 +118,7 @@ _MEANT = {
     **dict.fromkeys(("benchmark", "measure"), "bench"),
     **dict.fromkeys(("size", "sizing", "cost", "estimate"), "plan"),
     **dict.fromkeys(("run", "start", "gateway"), "serve"),
+    **dict.fromkeys(("canary", "promote", "rollback"), "rollout"),
     **dict.fromkeys(("key", "api-key"), "keys"),
     "vllm": "checkpoint",
     "tensorrt": "onnx",

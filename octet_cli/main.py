@@ -30,6 +30,7 @@ from octet_cli.plan import plan
 from octet_cli.prewarm import prewarm
 from octet_cli.prove import prove
 from octet_cli.replay import replay
+from octet_cli.rollout import rollout
 from octet_cli.serve import serve
 from octet_cli.verify import verify
 
@@ -47,7 +48,7 @@ app = typer.Typer(
 )
 for command in (
     *(calibrate, rescale, recover, replay, build_engine, golden, verify),
-    *(evaluate, bench, plan, doctor, prewarm, serve, prove),
+    *(evaluate, bench, plan, doctor, prewarm, serve, prove, rollout),
 ):
     called = command.__name__.replace("_", "-")
     app.command(called, cls=Command, epilog=examples_of(called))(command)

@@ -41,6 +41,11 @@ class Principal:
         self._rates = rates if config and config.limited else None
         self._usage = usage
 
+    @property
+    def private(self) -> bool:
+        """Returns whether its requests must not be copied."""
+        return self.config is not None and self.config.private
+
     def may_use(self, route: Route) -> bool:
         """Decides whether this key may use the model, under any of its names."""
         if self.config is None or self.config.models is None:

@@ -19,7 +19,7 @@ from serve.config.pools import (
     Retries,
     Routing,
 )
-from serve.config.proof import Proof, Tier
+from serve.config.proof import Judge, Proof, Tier
 from serve.config.ray import RayConfig, RayEngines
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "GatewayConfig",
     "Health",
     "HttpConfig",
+    "Judge",
     "KeyConfig",
     "Limits",
     "Logs",

@@ -28,6 +28,7 @@ class KeyConfig(Section):
     tokens_per_day: Count | None = None  # quota; the day is UTC's
     max_in_flight: Count | None = None  # requests
     expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # without a zone: UTC
+    private: bool = False  # no shadow and no judge gets a copy of its requests
 
     @property
     def limited(self) -> bool:
@@ -70,3 +71,4 @@ class Admin(Section):
     host: str = "127.0.0.1"
     port: Port | None = None
     sha256: Digest | None = None  # of the key for `Authorization: Bearer`
+    rollouts_file: Path | None = None  # keeps the outcomes of rollouts; they need it

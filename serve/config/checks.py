@@ -175,9 +175,22 @@ def _pool(config: GatewayConfig, name: str, loc: Loc, pool: PoolConfig) -> Itera
     for i, source in enumerate(pool.discover):
         if isinstance(source, DnsDiscovery):
             yield from _template((*loc, "discover", i, "backend"), source, models)
+    if pool.judge is not None:
+        yield from _judge(config, name, (*loc, "judge", "reference"), pool.judge.reference)
     ejection = pool.ejection
     if ejection.duration_s > ejection.max_duration_s:
         yield (*loc, "ejection", "duration_s"), "is longer than max_duration_s"
+
+
+def _judge(config: GatewayConfig, name: str, loc: Loc, reference: str) -> Iterator[Problem]:
+    pools = config.all_pools
+    if reference not in pools:
+        yield loc, f"unknown pool '{reference}'{nearest(reference, pools)}"
+    elif reference == name:
+        yield loc, "is the pool itself: name another one, such as the BF16 checkpoint's"
+    elif not is_measured(pools[reference]):
+        message = f"'{reference}' is never proven: give it golden records, under `proof`"
+        yield loc, message
 
 
 def _template(loc: Loc, source: DnsDiscovery, models: Iterable[str]) -> Iterator[Problem]:

@@ -111,8 +111,18 @@ class GatewayConfig(Section):
         return self.model_copy(update={"pools": pools, "models": models})
 
     def models_of(self, pool: str) -> list[str]:
-        """Lists the public names of the models that may send requests to `pool`."""
-        return [name for name, model in self.models.items() if pool in model.pool_names(name)]
+        """Lists the public names of the models that may send requests to `pool`.
+
+        Those include the requests of a judge.
+        """
+        pools = self.all_pools
+        judges = {name: p.judge.reference for name, p in pools.items() if p.judge is not None}
+        return [
+            name
+            for name, model in self.models.items()
+            for used in [model.pool_names(name)]
+            if pool in used or pool in map(judges.get, used)
+        ]
 
     def with_keys_file(self) -> Self:
         """Returns a copy with the keys of `access.keys_file` added."""

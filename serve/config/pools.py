@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from serve.config.backends import BackendConfig
-from serve.config.proof import Proof
+from serve.config.proof import Judge, Proof
 from serve.config.section import (
     Count,
     Fraction,
@@ -139,6 +139,7 @@ class PoolConfig(Section):
         1.0  # of a token, relative to other pools; a tier takes the cheapest
     )
     proof: Proof = Proof()
+    judge: Judge | None = None
     routing: Routing = Routing()
     health: Health = Health()
     ejection: Ejection = Ejection()

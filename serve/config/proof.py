@@ -1,4 +1,4 @@
-"""Proof of a backend's log-probabilities before it serves a token, and tiers of precision."""
+"""Proof of a backend before it serves a token, its judge while it serves, and tiers."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,9 +7,9 @@ from pydantic import Field, field_validator
 
 from octet.errors import ConfigError
 from octet.hardware.devices import find_device
-from serve.config.section import Count, Fraction, Number, Seconds, Section
+from serve.config.section import Count, Fraction, Integer, Name, Number, Seconds, Section
 
-__all__ = ["Proof", "Tier"]
+__all__ = ["Judge", "Proof", "Tier"]
 
 
 class Proof(Section):
@@ -53,6 +53,21 @@ class Proof(Section):
             return device
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+
+class Judge(Section):
+    """Compares a pool with a reference pool, on copies of a share of its model's requests."""
+
+    reference: Name  # a pool, such as one of the BF16 checkpoint; it must be proven
+    # Largest divergence from the reference in nats per token, on answers drawn at temperature 1.
+    max_kl: Annotated[Number, Field(gt=0)]
+    share: Fraction = 0.01  # of the model's requests
+    answer_tokens: Annotated[Integer, Field(gt=0, le=1024)] = 32  # of each copy's answer, at most
+    max_prompt_tokens: Count = 2048  # longer prompts are not copied
+    tokens_per_minute: Count = 20_000  # of both pools together
+    max_in_flight: Count = 2  # copies at once
+    # Answers after which an undecided interval begins anew; one that decides ends sooner.
+    window: Count = 2000
 
 
 class Tier(Section):

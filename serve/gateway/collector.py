@@ -3,6 +3,7 @@
 So they add no cost to requests, and cannot drift from the state that they show.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -29,6 +30,7 @@ PROOF_STATES = {
     "weakly_proven": 2.5,
     "proven": 3,
 }
+RULINGS = {"exceeds": -1, "undecided": 0, "within": 1}
 _BACKEND = ("pool", "backend")
 # Each gauge's name, documentation and reader; a reader returns None if there is no value.
 _GATE: tuple[tuple[str, str, Callable[[Gate], float | None]], ...] = (
@@ -141,6 +143,7 @@ class GatewayCollector(Collector):
             "octet_ready", "1 if new requests are accepted and a backend serves.", gateway.ready
         )
         yield self._tiers()
+        yield from self._judgements()
         yield from self._shared_limits()
         yield from self._queues()
         yield from backend_metrics(gateway.pools.values())
@@ -156,6 +159,47 @@ class GatewayCollector(Collector):
                 for pool, fitting in tier.fitting().items():
                     fits.add_metric((route.name, tier.name, pool), fitting)
         return fits
+
+    def _judgements(self) -> Iterator[Metric]:
+        divergence = GaugeMetricFamily(
+            "octet_judged_divergence_nats",
+            "KL divergence per token from the judge's reference pool, with its 95 % confidence "
+            "sequence; limit: the largest that is allowed.",
+            labels=("pool", "figure"),
+        )
+        agreement = GaugeMetricFamily(
+            "octet_judged_agreement",
+            "Share of tokens whose likeliest one is that of the judge's reference pool.",
+            labels=("pool", "figure"),
+        )
+        ruling = GaugeMetricFamily(
+            "octet_judged_ruling",
+            "1 within the limit, 0 undecided, -1 exceeds it.",
+            labels=("pool",),
+        )
+        for pool in self.gateway.pools.values():
+            if pool.judgement is None:
+                continue
+            ruling.add_metric((pool.name,), RULINGS[pool.judgement.ruling])
+            divergence.add_metric((pool.name, "limit"), pool.judgement.config.max_kl)
+            for gauge, running in (
+                (divergence, pool.judgement.kl),
+                (agreement, pool.judgement.agreement),
+            ):
+                ends = {"measured": running.mean, "low": running.low, "high": running.high}
+                for figure, value in ends.items():
+                    if math.isfinite(value):
+                        gauge.add_metric((pool.name, figure), value)
+        yield from (divergence, agreement, ruling)
+        shares = GaugeMetricFamily(
+            "octet_canary_share",
+            "Share of the model's requests that the canary gets now.",
+            labels=("model", "pool"),
+        )
+        for route in self.gateway.routes:
+            for pool, share in route.canary_shares():
+                shares.add_metric((route.name, pool.name), share)
+        yield shares
 
     def _shared_limits(self) -> Iterator[Metric]:
         shared = self.gateway.keys.shared

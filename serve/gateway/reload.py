@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 # Settings that are read only at the start; a dot separates a section from its field.
 AT_START_ONLY = (
-    *("listen", "admin.host", "admin.port", "access.cors_origins", "access.shared"),
-    *("logs", "traces"),
+    *("listen", "admin.host", "admin.port", "admin.rollouts_file", "access.cors_origins"),
+    *("access.shared", "logs", "traces"),
 )
 
 
@@ -115,7 +115,7 @@ class Change:
         kept = {name: change.pool for name, change in self._changes.items()}
         used = kept | self._fresh
         self.pools = {name: used[name] for name in config.all_pools if name in used}
-        self.routes = Routes.from_config(config, self.pools)
+        self.routes = Routes.from_config(config, self.pools, gateway.rollouts.shares)
 
     async def _discard(self) -> None:
         await asyncio.gather(

@@ -18,6 +18,7 @@ from serve.config import GatewayConfig
 from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
 from serve.gateway.recent import Recent
+from serve.gateway.rollout import Rollouts
 from serve.gateway.walk import walk
 from serve.routing import Pool, Routes
 from serve.routing.pool import FIRST_PROOF_S
@@ -79,10 +80,12 @@ class Gateway:
         """`processes` of one machine serve this configuration: see serve/workers.py."""
         self.config = config
         self.pools = pools
-        routes = Routes.from_config(config, pools)
+        self.processes = processes
+        self.metrics = Metrics()
+        self.rollouts = Rollouts(self)
+        routes = Routes.from_config(config, pools, self.rollouts.shares)
         self.epoch = Epoch(config, routes, Keys.from_config(config.access))
         self.admission = Admission(config.limits, processes=processes)
-        self.metrics = Metrics()
         self.metrics.registry.register(GatewayCollector(self))
         self.recent = Recent(self)
         self.tracing = tracing_from(config.traces)
@@ -176,6 +179,7 @@ class Gateway:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.rollouts.close()
         await all_of(discovery.close() for discovery in self.discoveries)
         await all_of(map(_closed, [*self.pools.values(), *self.finishing]))
         if self.keys.shared is not None:
@@ -189,6 +193,7 @@ class Gateway:
         before, self.epoch = self.epoch, epoch
         gone = [pool for name, pool in self.pools.items() if pools.get(name) is not pool]
         self.config, self.pools = epoch.config, pools
+        self.rollouts.apply(epoch.config)
         self.admission.reload(epoch.config.limits)
         for discovery in self.discoveries:
             discovery.stop()

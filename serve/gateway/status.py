@@ -52,7 +52,7 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
         "memory": admission["memory"],
         "shared_limits": None if shared is None else shared.status(addresses=addresses),
         "models": {
-            name: _model(name, model, gateway.routes.resolve(name))
+            name: _model(name, model, gateway.routes.resolve(name), gateway.rollouts.status(name))
             for name, model in gateway.config.models.items()
         },
         "pools": pools,
@@ -107,12 +107,18 @@ def _ago(moment: float, now: float) -> float | None:
     return round(now - moment, 1) if moment > 0 else None
 
 
-def _model(name: str, config: ModelConfig, route: Route) -> dict[str, Any]:
+def _model(
+    name: str, config: ModelConfig, route: Route, rollout: dict[str, Any] | None
+) -> dict[str, Any]:
     shadow = config.shadow
+    shares = {pool.name: share for pool, share in route.canary_shares()}
     return {
         "aliases": list(config.aliases),
         "pool": config.pool if isinstance(config.pool, str) else name,
-        "canary": [{"pool": c.pool, "fraction": c.fraction} for c in config.canary],
+        "canary": [
+            {"pool": c.pool, "fraction": c.fraction, "share": shares[c.pool]} for c in config.canary
+        ],
+        "rollout": rollout,
         "fallback": list(config.fallback),
         "one_at_a_time": config.one_at_a_time,
         "shadow": None if shadow is None else {"pool": shadow.pool, "fraction": shadow.fraction},
@@ -144,6 +150,7 @@ def _pool(
         "given_up": pool.given_up and pool.given_up.code,
         "ready": pool.ready,
         "proof": _proof(pool),
+        "judged": None if pool.judgement is None else pool.judgement.as_json(),
         "active": pool.active,
         "capacity_tokens": pool.capacity_tokens,
         "context_length": pool.context_length,

@@ -19,6 +19,7 @@ from serve.access.keys import authorization_in
 from serve.api.request.exchange import read_body
 from serve.config import BackendConfig, HttpConfig
 from serve.config.problems import one_line, problems_of
+from serve.config.section import Fraction, Name, Seconds, Section
 from serve.gateway import status
 from serve.gateway.discovery import refuse_unfit
 from serve.gateway.reload import reload_from
@@ -31,6 +32,14 @@ __all__ = ["admin_router", "probe_router"]
 
 MAX_SECTION = 64 * 1024  # bytes of a backend's section
 _BACKEND: TypeAdapter[BackendConfig] = TypeAdapter(BackendConfig)
+
+
+class _Wanted(Section):
+    """The body that starts a rollout."""
+
+    pool: Name
+    steps: tuple[Fraction, ...] = (0.01, 0.1, 0.5, 1.0)
+    timeout_s: Seconds = 3600.0
 
 
 def probe_router(gateway: Gateway) -> APIRouter:
@@ -187,6 +196,30 @@ def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
             message = f"{pool.name}/{name} needs no proof: the pool's proof names no golden records"
             raise RequestError(message, code="no_proof")
         return JSONResponse(status.backend(gateway, member, addresses=True), 202)
+
+    @admin.get("/models/{model:path}/rollout")
+    async def rollout(model: str) -> JSONResponse:
+        """The latest rollout of a canary of the model: its share, and what happened."""
+        return JSONResponse(gateway.rollouts.state(model))
+
+    @admin.post("/models/{model:path}/rollout")
+    async def roll_out(model: str, request: Request) -> JSONResponse:
+        """Rolls out a canary: `pool`, `steps` (its shares, the last 1) and `timeout_s` for each."""
+        body = await read_body(request.receive, dict(request.scope["headers"]), MAX_SECTION)
+        gateway.require_accepting()
+        try:
+            wanted = _Wanted.model_validate_json(body)
+        except ValidationError as error:
+            line = one_line(problems_of(error, _Wanted), {})
+            raise RequestError(line, code="rollout_refused") from None
+        async with gateway.changing:
+            found = gateway.rollouts.start(model, wanted.pool, wanted.steps, wanted.timeout_s)
+        return JSONResponse(found, 202)
+
+    @admin.delete("/models/{model:path}/rollout")
+    async def roll_back(model: str) -> JSONResponse:
+        """Sends a canary back that is being rolled out, or was promoted: it gets no requests."""
+        return JSONResponse(gateway.rollouts.back(model))
 
     @admin.delete("/pools/{pool_name:path}/backends/{name:path}")
     async def remove(pool_name: str, name: str, drain: bool = True) -> JSONResponse:

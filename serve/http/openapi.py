@@ -189,7 +189,9 @@ def _admin(config: GatewayConfig) -> Json:
         return _get(name, summary, done | refusals) | secured
 
     add = operation("add_backend", "Start one more backend", "pool", status=201)
-    add["requestBody"] = {"required": True, "content": {_JSON: _OBJECT}}
+    roll_out = operation("roll_out", "Roll out a canary of the model", "model", status=202)
+    for posted in (add, roll_out):
+        posted["requestBody"] = {"required": True, "content": {_JSON: _OBJECT}}
     return {
         "/admin/reload": {"post": operation("reload", "Read the configuration again")},
         "/admin/backends": {"get": operation("list_backends", "Every pool's backends")},
@@ -201,6 +203,11 @@ def _admin(config: GatewayConfig) -> Json:
         },
         "/admin/pools/{pool}/backends/{name}/proof": {
             "post": operation("prove_backend", "Prove a backend again", "pool", "name", status=202)
+        },
+        "/admin/models/{model}/rollout": {
+            "get": operation("get_rollout", "The latest rollout of the model", "model"),
+            "post": roll_out,
+            "delete": operation("roll_back", "Send the model's canary back", "model"),
         },
     }
 

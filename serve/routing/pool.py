@@ -20,6 +20,7 @@ from serve.members.factory import make_backend
 from serve.members.member import Member
 from serve.proof.exam import Exams, directory_of
 from serve.proof.prover import Prover
+from serve.routing.judgement import Judgement
 from serve.routing.members import Closing, Provers, Watches
 from serve.routing.policies import Ask, Policy, make_policy
 from serve.routing.retry_budget import RetryBudget
@@ -93,6 +94,7 @@ class Pool:
         self.closing = False  # once True, a failure is not the member's fault
         self.active = 0  # requests in the pool, including those waiting for a retry
         self.budget = RetryBudget(config.retries, lambda: self.active, rng=self._rng)
+        self.judgement = None if config.judge is None else Judgement(config.judge, clock)
         self._exams = exams or Exams(config.proof)
         self._watches = Watches(clock, self._rng)
         self._prepared: set[Member] = set()
@@ -232,6 +234,11 @@ class Pool:
         return self._proven
 
     @property
+    def rolled_back(self) -> bool:
+        """Returns whether the judge found it further from its reference than it may be."""
+        return self.judgement is not None and self.judgement.ruling == "exceeds"
+
+    @property
     def ready(self) -> bool:
         """Returns whether some member serves now, even if it is full."""
         if self._stale:
@@ -344,6 +351,9 @@ class Pool:
         """
         before, self.config = self.config, config
         self._exams = exams or self._exams
+        if (before.judge, before.backends) != (config.judge, config.backends):
+            judge = config.judge
+            self.judgement = None if judge is None else Judgement(judge, self._clock)
         if (before.routing, before.health) != (config.routing, config.health):
             self._policy = self._make_policy()
         self.budget.config = config.retries

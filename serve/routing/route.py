@@ -23,8 +23,9 @@ class Route:
         rng: random.Random,
         tiers: Mapping[str, Tier] | None = None,
         costs: Mapping[str, float] | None = None,
+        shares: Mapping[tuple[str, str], float] | None = None,
     ) -> None:
-        """Raises ConfigError for a pool or a tier that does not exist."""
+        """Raises ConfigError for a pool or a tier that does not exist. `shares` as in `Routes`."""
 
         def named(reference: object) -> Pool:
             key = reference if isinstance(reference, str) else name  # an inline pool
@@ -39,6 +40,9 @@ class Route:
         self._canaries = [(named(canary.pool), canary.fraction) for canary in config.canary]
         self._main = named(config.pool)
         self._fallback = [named(pool) for pool in config.fallback]
+        self._shares = {} if shares is None else shares
+        answering = [self._main, *(pool for pool, _ in self._canaries), *self._fallback]
+        self._judged = [pool for pool in dict.fromkeys(answering) if pool.config.judge is not None]
         self._shadow = named(config.shadow.pool) if config.shadow else None
         order = [self._main, *self._fallback]
         self.tiers: Mapping[str, ModelTier] = tiers_of(tiers or {}, name, order, costs or {})
@@ -92,10 +96,27 @@ class Route:
         """Draws whether a canary pool gets this request; returns that pool, if any."""
         if self._canaries:
             draw = self._rng.random()
-            for pool, fraction in self._canaries:
+            for pool, fraction in self.canary_shares():
                 if draw < fraction:
                     return pool
                 draw -= fraction
+        return None
+
+    def canary_shares(self) -> Iterator[tuple[Pool, float]]:
+        """Yields each canary with its present share: that of its rollout, or else the file's.
+
+        The share is 0 while the canary's judge rules that it diverges too far.
+        """
+        for pool, fraction in self._canaries:
+            share = self._shares.get((self.name, pool.name), fraction)
+            yield pool, 0.0 if pool.rolled_back else share
+
+    def judged(self) -> Pool | None:
+        """Draws whether a pool with a judge gets a copy of this request; returns it, if so."""
+        for pool in self._judged:
+            judge = pool.config.judge
+            if judge is not None and self._rng.random() < judge.share:
+                return pool
         return None
 
     def shadow(self) -> Pool | None:
@@ -122,15 +143,20 @@ class Routes:
         *,
         tiers: Mapping[str, Tier] | None = None,
         costs: Mapping[str, float] | None = None,
+        shares: Mapping[tuple[str, str], float] | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """`costs` holds the cost of a token by pool name; 1 for a pool that is not listed.
+
+        `shares` holds the shares of canaries that are rolled out, by model and pool; it may change
+        at any time.
 
         Raises ConfigError for a pool or a tier that does not exist, or a name that is used twice.
         """
         rng = rng or random.Random()
         self._routes = {
-            name: Route(name, config, pools, rng, tiers, costs) for name, config in models.items()
+            name: Route(name, config, pools, rng, tiers, costs, shares)
+            for name, config in models.items()
         }
         self._by_name = dict(self._routes)
         for route in self._routes.values():
@@ -140,11 +166,16 @@ class Routes:
                 self._by_name[alias] = route
 
     @classmethod
-    def from_config(cls, config: GatewayConfig, pools: Mapping[str, Pool]) -> Self:
+    def from_config(
+        cls,
+        config: GatewayConfig,
+        pools: Mapping[str, Pool],
+        shares: Mapping[tuple[str, str], float] | None = None,
+    ) -> Self:
         """Raises ConfigError, as above."""
         # Not the pools' own costs: until a reload is over, pools have the old configuration.
         costs = {name: pool.cost for name, pool in config.all_pools.items()}
-        return cls(config.models, pools, tiers=config.tiers, costs=costs)
+        return cls(config.models, pools, tiers=config.tiers, costs=costs, shares=shares)
 
     def __iter__(self) -> Iterator[Route]:
         return iter(self._routes.values())

@@ -1,7 +1,8 @@
 """A tier of a model: the model's pools that may answer, by their measured divergence.
 
-A pool fits if the upper bound of its measured divergence is within the tier's budget. An unmeasured
-pool fits no tier. The selection is made again for each request.
+A pool fits if the upper bound of its measured divergence is within the tier's budget, and its judge
+did not find it beyond. An unmeasured pool fits no tier. The selection is made again for each
+request.
 """
 
 import math
@@ -43,9 +44,13 @@ class ModelTier:
         self._siblings = siblings
 
     def fits(self, pool: Pool) -> bool:
-        """Returns whether `pool` is within the budget, as last measured."""
+        """Returns whether `pool` is within the budget, as last proven, and as far as judged."""
         kl = pool.proven.kl
-        return kl is not None and kl <= self.max_kl
+        return kl is not None and kl <= self.max_kl and not self._judged_beyond(pool)
+
+    def _judged_beyond(self, pool: Pool) -> bool:
+        """Returns whether the interval of its judge lies wholly above the budget."""
+        return pool.judgement is not None and pool.judgement.low >= self.max_kl
 
     def order(self, first: Pool | None = None) -> list[Pool]:
         """Returns the cheapest pool that fits, then its fallbacks. Empty if no pool may answer.
@@ -63,7 +68,7 @@ class ModelTier:
         for pool in self._by_cost:
             proven = pool.proven
             kl = proven.kl
-            if kl is None or kl > limit or pool is first:
+            if kl is None or pool is first or not self.fits(pool):
                 continue
             if kl <= exactest:
                 exactest = kl
@@ -82,7 +87,7 @@ class ModelTier:
         Since the call of `order`, the request may have waited, and the pool been measured again.
         """
         kl = pool.proven.kl
-        if kl is None or (kl > self.max_kl and not self.allow_less_exact):
+        if kl is None or not (self.fits(pool) or self.allow_less_exact):
             raise self.refusal()
 
     def kept_by(self, pool: Pool) -> str | None:
@@ -129,6 +134,8 @@ class ModelTier:
         return {pool.name: self.fits(pool) for pool in self._by_cost}
 
     def _reason(self, pool: Pool) -> str:
+        if pool.judgement is not None and self._judged_beyond(pool):
+            return f"is judged to diverge by {pool.judgement.low:.4g} or more"
         if (kl := pool.proven.kl) is not None:
             return f"measures {kl:.4g}"
         if not pool.config.proof.enabled:

@@ -157,6 +157,14 @@ class Metrics:
             "Copies of requests whose answers are thrown away.",
             ("pool", "outcome"),
         )
+        self.copies = self._counter(
+            "octet_judged_copies",
+            "Copies of requests that a judge compared with its reference pool, by outcome.",
+            ("pool", "outcome"),
+        )
+        self.rollouts = self._counter(
+            "octet_rollouts", "Rollouts that ended, by outcome.", ("model", "pool", "outcome")
+        )
         self.reloads = self._counter("octet_reloads", "Configurations read again.", ("outcome",))
 
     def _measure(self) -> None:

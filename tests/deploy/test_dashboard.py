@@ -15,8 +15,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from octet.errors import BackendError
 from serve.access.shared import SharedLimits
 from serve.backends.base import LoadReport
-from serve.config import SharedConfig
+from serve.config import Judge, SharedConfig
 from serve.members.proof_state import MemberProof
+from serve.routing.judgement import Judgement
 from tests.deploy.conftest import DEPLOY
 from tests.serve.proof.exams import verdict
 from tests.serve.telemetry.gateways import busy_gateway
@@ -52,6 +53,8 @@ def samples() -> dict[str, set[str]]:
     member.proof = MemberProof("golden records", "a" * 64, time.monotonic)
     member.proof.verdict = verdict("as_expected")
     member.proof.probed("as_expected")
+    judgement = gateway.pools["main"].judgement = Judgement(Judge(reference="bf16", max_kl=0.1))
+    judgement.add(0.0, 4, agreed=4)
     gateway.keys.shared = SharedLimits(SharedConfig(url="redis://127.0.0.1"))
     gateway.admission.rejections["main", "queue_full"] += 1
     gateway.admission.gates["main"] = gateway.admission._gate(gateway.pools["main"])
@@ -134,8 +137,13 @@ def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, se
         "octet_backend_breaker_transitions_total",  # the state itself is shown
         "octet_backend_running",
         "octet_build_info",
+        "octet_judged_agreement",  # only of judged pools; an alert tells of a ruling
+        "octet_judged_copies_total",
+        "octet_judged_divergence_nats",
+        "octet_judged_ruling",
         "octet_pool_ready",
         "octet_reloads_total",
+        "octet_rollouts_total",
         "octet_shared_limits_alone_total",  # only with access.shared; an alert tells of a loss
         "octet_shared_limits_gateways",
         "octet_shared_limits_losses_total",

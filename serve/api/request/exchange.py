@@ -37,8 +37,10 @@ from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
 from serve.api.request.counts import longest_answer, reported
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
+from serve.api.request.judge import judge_copy
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body, require_json
+from serve.api.text import TextOperation
 from serve.gateway.state import Epoch, Gateway, shutting_down
 from serve.members.member import Member
 from serve.routing.pool import Pool
@@ -101,8 +103,8 @@ class Exchange:
             answer = await attempts.open()
             member = None if attempts.lease is None else attempts.lease.member
             answer.headers.update(provenance(attempts.pool, attempts.tier, member))
-            if attempts.call.route.config.shadow is not None:
-                cast_shadow(self.gateway, self.operation, attempts.call)
+            if self.principal is not None and not self.principal.private:
+                self._copy(attempts.call, answer.status)
             if answer.rest is None:
                 if answer.status != 200:
                     answer.first = self.errors.refusal(answer.first, answer.status)
@@ -126,6 +128,16 @@ class Exchange:
                 self.deadlines.close()
             if self.attempts is not None:
                 self.attempts.release()
+
+    def _copy(self, call: Call, status: int) -> None:
+        """Sends copies of the request to a shadow pool and to a judge, where a draw selects it.
+
+        A request that its backend refused has nothing to judge.
+        """
+        if call.route.config.shadow is not None:
+            cast_shadow(self.gateway, self.operation, call)
+        if status == 200 and isinstance(self.operation, TextOperation):
+            judge_copy(self.gateway, self.operation, call)
 
     async def _checked(self, epoch: Epoch) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""

@@ -288,7 +288,8 @@ class TestStatus:
             assert public["models"]["m"] == {
                 "aliases": ["a"],
                 "pool": "fp8",
-                "canary": [{"pool": "new", "fraction": 0.1}],
+                "canary": [{"pool": "new", "fraction": 0.1, "share": 0.1}],
+                "rollout": None,
                 "fallback": ["bf16"],
                 "one_at_a_time": False,
                 "shadow": {"pool": "new", "fraction": 0.5},

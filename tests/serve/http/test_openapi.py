@@ -164,7 +164,7 @@ def test_administration_is_in_it_only_where_it_is() -> None:
         return {path for path in documented(**settings)["paths"] if path.startswith("/admin")}
 
     assert not admin() and not admin(admin={"port": 9000, "sha256": DIGEST})
-    assert len(admin(admin={"sha256": DIGEST})) == 5
+    assert len(admin(admin={"sha256": DIGEST})) == 6
     own_port = documented(admin={"port": 9000})["paths"]
     assert "/metrics" not in own_port and "/status" not in own_port
 

@@ -1,7 +1,7 @@
 """Measures after how many tokens `octet drift` detects other traffic, and its false alarms.
 
 The embedded engine serves an ONNX export of the example model, and counts every step. Each prompt
-(512 tokens at most, with 16 generated) is counted once. A run draws prompts without replacement and
+(256 tokens at most, with 4 generated) is counted once. A run draws prompts without replacement and
 joins them to windows, since counts add up. Quiet runs draw code that the calibration has not seen.
 
     python benchmarks/drift.py CALIBRATION EXPORT [--output benchmarks/results/drift-MACHINE.json]
@@ -33,11 +33,11 @@ from serve.engine.request import GenerateRequest
 
 SAMPLES = Path(__file__).parent.parent / "examples/python-lm/samples"
 SEEN = 256  # samples of calibration.jsonl that a calibration with default options counts
-PROMPT, ANSWER = 512, 16  # tokens
-PROMPTS = 224  # of each kind
-WINDOW = 1024  # tokens, at least
-SIZES = (8, 12, 16, 24, 32, 48)  # windows of a run
-QUIET, CHANGED = 100, 20  # runs
+PROMPT, ANSWER = 256, 4  # tokens
+PROMPTS = {"code": 256, "prose": 80, "French": 80}
+WINDOW = 512  # tokens, at least
+SIZES = (8, 16, 32)  # windows of a run
+QUIET, CHANGED = 100, 10  # runs
 SEED = 20
 
 
@@ -158,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, texts in kinds.items():
             chosen = list(texts())
-            chosen = [chosen[i] for i in rng.permutation(len(chosen))[:PROMPTS]]
+            chosen = [chosen[i] for i in rng.permutation(len(chosen))[: PROMPTS[name]]]
             counts[name] = asyncio.run(
                 counted(chosen, given.export, calibration, Path(scratch) / name)
             )
@@ -173,9 +173,8 @@ def main() -> None:
         rows = []
         for name, prompts in traffic.items():
             for windows in SIZES:
-                repeats = QUIET // 5 if name == "code" else CHANGED
-                if name == "code" and windows == SIZES[-1]:
-                    repeats = QUIET
+                quiet = name == "code" and windows == SIZES[-1]
+                repeats = QUIET if quiet else CHANGED
                 runs = [
                     compare_live(calibration, drawn(prompts, windows, rng)) for _ in range(repeats)
                 ]

@@ -12,6 +12,7 @@ full disk say, loses that window and goes on: counting never ends a server.
 import contextlib
 import logging
 import os
+import random
 import re
 import tempfile
 import threading
@@ -108,7 +109,9 @@ class LiveCounts:
         self._engine = engine or os.urandom(8).hex()
         self._rank = rank
         self._number = 0
-        self._seen = 0  # steps, counted or not
+        # The ranks of an engine draw the same steps. Every Nth would count prompts alone, or never,
+        # where all requests take a multiple of N steps.
+        self._random = random.Random(self._engine)
         self._writing: threading.Thread | None = None
         self._clear()
 
@@ -119,8 +122,7 @@ class LiveCounts:
 
     def begin_step(self) -> bool:
         """Returns True if the activations of the step that begins are to be counted."""
-        self._seen += 1
-        return self._seen % self.options.one_step_in == 0
+        return self._random.random() * self.options.one_step_in < 1
 
     def add(self, name: str, counts: NDArray[np.int64]) -> None:
         """Adds the int64 [32768] `counts` of an observation of the current step."""
@@ -128,6 +130,10 @@ class LiveCounts:
             self._counts[name] += counts
         else:
             self._counts[name] = counts.copy()
+
+    def ends_with(self, tokens: int) -> bool:
+        """Returns True if a counted step of `tokens` tokens would end the window."""
+        return self._tokens + tokens >= self.options.window_tokens
 
     def end_step(self, tokens: int) -> bool:
         """Ends a counted step of `tokens` tokens; returns True if it ended the window.
@@ -137,7 +143,7 @@ class LiveCounts:
         self._tokens += tokens
         self._steps += 1
         self.counted_tokens += tokens
-        return self._tokens >= self.options.window_tokens and self.flush()
+        return self.ends_with(0) and self.flush()
 
     def flush(self) -> bool:
         """Ends the window, if anything was counted in it."""

@@ -20,9 +20,16 @@ from octet_cli.options import Json, Source
 if TYPE_CHECKING:
     from calibrate.drift import Drift
 
-__all__ = ["drift"]
+__all__ = ["GAUGES", "drift"]
 
 _SHOWN = 12  # tensors in the table
+GAUGES = {  # of --metrics, with labels `model` and `calibration`
+    "octet_calibration_drifted": "1 if the calibration does not hold for live traffic.",
+    "octet_calibration_distance": "Distance of live traffic from the calibration.",
+    "octet_calibration_distance_limit": "Distance above which the traffic is another.",
+    "octet_calibration_misfits": "Stored scales that no longer fit.",
+    "octet_calibration_live_until_seconds": "End of the newest window, in seconds since 1970.",
+}
 
 
 def drift(
@@ -105,9 +112,10 @@ def _show(console: Console, calibration: Calibration, found: "Drift") -> None:
         f" of rounding, {found.noise:.4f} of chance; false alarms {found.false_alarms:g})"
     )
     if found.changed:
+        fit = "No stored scale would gain by it yet" if not misfits else "Some scales do not fit it"
         console.print(
-            "DRIFTED: the traffic is another than the calibration's samples. Calibrate with samples"
-            " of it; until then `octet rescale --histograms` derives scales for it."
+            f"DRIFTED: the traffic is another than the calibration's samples. {fit}; calibrate with"
+            " samples of it, as golden records and fitted weights depend on them too."
         )
     for name in misfits[:_SHOWN]:
         console.print(
@@ -125,16 +133,10 @@ def _change(then: float | None, now: float | None, form: str) -> str:
 def _prometheus(calibration: Calibration, found: "Drift") -> str:
     """Returns gauges in Prometheus's text format."""
     manifest = calibration.manifest
-    name = manifest.model.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    labels = f'{{model="{name}",calibration="{manifest.identity[:12]}"}}'
-    gauges = {
-        "octet_calibration_drifted": ("1 if live traffic has left the calibration", found.drifted),
-        "octet_calibration_distance": ("Distance of live traffic", found.distance),
-        "octet_calibration_distance_limit": ("Distance above which it drifted", found.limit),
-        "octet_calibration_misfits": ("Scales that no longer fit", len(found.misfits)),
-        "octet_calibration_live_until_seconds": ("End of the last window", found.ended),
-    }
+    name = json.dumps(manifest.model.name)  # escapes quotes, backslashes and line ends, as it does
+    labels = f'{{model={name},calibration="{manifest.identity[:12]}"}}'
+    values = (found.drifted, found.distance, found.limit, len(found.misfits), found.ended)
     return "".join(
         f"# HELP {gauge} {text}\n# TYPE {gauge} gauge\n{gauge}{labels} {float(value)!r}\n"
-        for gauge, (text, value) in gauges.items()
+        for (gauge, text), value in zip(GAUGES.items(), values, strict=True)
     )

@@ -23,10 +23,10 @@ def calibration(example_calibration: Path) -> Calibration:
     return Calibration.load(example_calibration)
 
 
-def exported(calibration: Calibration, **changes: Any) -> Manifest:
-    """The manifest of an export of `calibration`."""
-    changes = {"kind": "onnx", "calibration": calibration.manifest.identity} | changes
-    return calibration.manifest.model_copy(update=changes)
+def exported(origin: Calibration, **changes: Any) -> Manifest:
+    """The manifest of an export of `origin`."""
+    changes = {"kind": "onnx", "calibration": origin.manifest.identity} | changes
+    return origin.manifest.model_copy(update=changes)
 
 
 def write(

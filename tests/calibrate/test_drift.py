@@ -57,7 +57,7 @@ def test_other_traffic_is_an_alarm_that_names_tensors(calibration: Calibration) 
     found = compare_live(calibration, windows(calibration, octaves=1))
     assert found.changed
     for tensor in found.tensors.values():
-        assert tensor.largest_now > tensor.largest_then
+        assert tensor.distance > 0.01
     assert found.as_json()["drifted"] is True
 
 

@@ -6,14 +6,12 @@ at `plugin.py`, which hooks the model of a worker.
 
 import os
 
-__all__ = ["DIRECTORY", "register"]
-
-DIRECTORY = "OCTET_COUNT"
+__all__ = ["register"]
 
 
 def register() -> None:
     """Patches vLLM's workers to count, if the environment says where."""
-    if os.environ.get(DIRECTORY):
+    if os.environ.get("OCTET_COUNT"):
         from serve.vllm_counting.plugin import patch_workers
 
         patch_workers()

@@ -24,10 +24,10 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError
 from octet.model.spec import ModelSpec
 from octet.numerics.counting import BINS
-from serve.vllm_counting import DIRECTORY
 
 __all__ = ["WorkerCounts", "observed_modules", "patch_workers"]
 
+DIRECTORY = "OCTET_COUNT"  # the environment variable; also in `serve.vllm_counting`
 _ROWS = 128
 _FUSED = {
     "q_proj": "qkv_proj",

@@ -6,9 +6,12 @@ calibration changed them. A histogram cannot give the error of scales computed a
 effect of all errors on the output: the report lists both as unknown, with the reason. Earlier
 measurements (sensitivity, a budget, a training) belong to the other recipe and are not carried
 over.
+
+Live histograms (octet/artifacts/live.py) can take the place of the calibration's. A tensor that
+servers did not count keeps the calibration's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ from calibrate.scales.expert_fallback import (
 from calibrate.simulate.predict import expected_divergence
 from calibrate.write_report import keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.live import read_live
 from octet.artifacts.manifest import Manifest, software
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import Checkpoint
@@ -46,6 +50,8 @@ from octet.storage.files import MAX_JSON_BYTES, read_object
 
 __all__ = ["rescale"]
 
+_SPANS = 8
+_LEAST_TOKENS = 4096
 _MEASURED = (
     "sensitivity",
     "budget",
@@ -60,12 +66,14 @@ def rescale(
     recipe: Recipe,
     model: Path | None = None,
     gate: Gate | None = None,
+    histograms: Path | None = None,
     predict: bool = True,
     force: bool = False,
     console: Console | None = None,
 ) -> Calibration:
     """Writes to `out` what `calibrate` would have written for `recipe`, from `calibration`.
 
+    With `histograms`, a directory of live ones, the scales of activations are for that traffic.
     `model` overrides the checkpoint path that the calibration recorded. For the calibration's own
     recipe the scales are bit-identical. Raises ArtifactError if the calibration or the checkpoint
     was altered, ConfigError for a recipe that does not fit the model, and GateError for one that
@@ -73,6 +81,7 @@ def rescale(
     """
     opened = validate_rescale(calibration, out, recipe=recipe, model=model, gate=gate, force=force)
     origin = Calibration.load(calibration)
+    live = None if histograms is None else _Live(histograms, origin)
     checkpoint = _as_calibrated(opened, origin)
     if gate is not None:
         check_prompts(gate, origin.golden)
@@ -81,11 +90,12 @@ def rescale(
     old_report = _report_of(origin)
     experts = old_report.get("experts") or {}
     least = experts.get("min_tokens", MIN_TOKENS)
-    counts, experts = with_fallback(checkpoint.spec, origin.histograms, least)
+    observed = origin.histograms if live is None else live
+    counts, experts = with_fallback(checkpoint.spec, observed, least)
     mean_squares = of_enough_tokens(origin.mean_squares, experts)
-    histograms = Histograms(counts, origin.observations, mean_squares)
-    check_alive(checkpoint, recipe, histograms)
-    found = derive_scales(checkpoint, recipe, histograms, fitted, console=console)
+    exact = Histograms(counts, origin.observations, mean_squares)
+    check_alive(checkpoint, recipe, exact)
+    found = derive_scales(checkpoint, recipe, exact, fitted, console=console)
 
     judged = None
     if gate is not None:
@@ -93,8 +103,8 @@ def rescale(
         cost = PromptCost(checkpoint, recipe, found.scales, origin.golden, device=device)
         judged = judge_prompts(gate, cost, "simulated in float32", console)
 
-    course = _convergence(origin, recipe, checkpoint, least)
-    same = recipe == origin.manifest.recipe
+    course = _convergence(origin, recipe, checkpoint, least) if live is None else None
+    same = recipe == origin.manifest.recipe and live is None
     samples = origin.manifest.samples
     report = build_report(
         found,
@@ -107,6 +117,7 @@ def rescale(
         experts=experts or None,
         warnings=[
             *_unweighted(origin, recipe),
+            *(live.warnings() if live else ()),
             *(judged.warnings if judged else ()),
             *old_report.get("notes", fallback_warnings(experts)),
         ],
@@ -124,6 +135,7 @@ def rescale(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
     predicted["predicted"] = prediction is not None
+    facts = {} if live is None else {"live_tokens": live.tokens}
     expected = prediction.expected if prediction else None
     report = replace(report, expected=expected, examined=examined(origin.golden))
     extra = report_files(report, course, prediction)
@@ -131,9 +143,9 @@ def rescale(
         extra[WEIGHTS_FILE] = origin.path / WEIGHTS_FILE
     written = Calibration.save(
         out,
-        _manifest(origin, checkpoint, recipe, list(report.warnings), judged, predicted),
+        _manifest(origin, checkpoint, recipe, list(report.warnings), judged, predicted | facts),
         origin.observations,
-        origin.chunks,
+        origin.chunks if live is None else live,
         found.scales,
         origin.golden,
         mean_squares=origin.mean_squares,
@@ -151,6 +163,51 @@ def rescale(
         )
         print_report(console, report, page=out / "report.html")
     return written
+
+
+class _Live(Mapping[str, NDArray[np.int64]]):
+    """Live counts of an origin's observations, int64 [spans, 32768], each summed on access.
+
+    Spans of windows are kept apart, so that `octet drift` can judge later traffic by them.
+    """
+
+    def __init__(self, directory: Path, origin: Calibration) -> None:
+        """Raises ConfigError and ArtifactError as `read_live` does, and for too few tokens."""
+        windows = read_live(directory, origin)
+        self.tokens = sum(window.tokens for window in windows)
+        if self.tokens < _LEAST_TOKENS:
+            raise ConfigError(
+                f"{directory}: {self.tokens:,} live tokens are too few to derive scales from; wait"
+                f" for {_LEAST_TOKENS:,}"
+            )
+        counted = frozenset[str]().union(*(window.names for window in windows))
+        self._uncounted = [name for name in origin.observations if name not in counted]
+        self._origin = origin
+        count = min(_SPANS, len(windows))
+        self._spans = [windows[index::count] for index in range(count)]
+
+    def __getitem__(self, name: str) -> NDArray[np.int64]:
+        if name in self._uncounted:
+            return self._origin.chunks[name]
+        return np.array([sum(window.counts(name) for window in span) for span in self._spans])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._origin.observations)
+
+    def __len__(self) -> int:
+        return len(self._origin.observations)
+
+    def warnings(self) -> list[str]:
+        found = [
+            f"scales of activations are for {self.tokens:,} tokens of live traffic, of the model as"
+            " it was served; weights are weighed by the samples of the calibration"
+        ]
+        if self._uncounted:
+            found.append(
+                f"{len(self._uncounted)} tensors were not counted live and keep the calibration's"
+                f" counts: {self._uncounted[0]}{' and others' * (len(self._uncounted) > 1)}"
+            )
+        return found
 
 
 def _unweighted(origin: Calibration, recipe: Recipe) -> list[str]:

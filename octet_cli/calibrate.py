@@ -284,6 +284,12 @@ def rescale(
     ] = None,
     kv_cache: KvOption = None,
     exclude: Exclude = None,
+    histograms: Annotated[
+        Path | None,
+        typer.Option(
+            "--histograms", help="Live activations, counted by servers, instead of the samples'."
+        ),
+    ] = None,
     model: ModelOption = None,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
@@ -291,12 +297,14 @@ def rescale(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Derive the scales of another recipe from a calibration, without the samples.
+    """Derive the scales of another recipe, or for live traffic, without the samples.
 
     Limits are held against what it costs on the golden prompts.
     """
-    if recipe is None and kv_cache is None and exclude is None:
-        raise ConfigError("what should change? Give --recipe, --kv-cache or --exclude")
+    if recipe is None and kv_cache is None and exclude is None and histograms is None:
+        raise ConfigError(
+            "what should change? Give --recipe, --kv-cache, --exclude or --histograms"
+        )
     from calibrate.options import validate_rescale
     from calibrate.quality.gate import Gate
 
@@ -317,6 +325,7 @@ def rescale(
         recipe=chosen,
         model=model,
         gate=gate,
+        histograms=histograms,
         predict=predict,
         force=force,
         console=console_for(as_json),

@@ -29,6 +29,7 @@ EXAMPLES = {
     "rescale": (
         "octet rescale calibration --recipe fp8-static --out static",
         "octet rescale calibration --kv e4m3 --out e4m3",
+        "octet rescale calibration --histograms live --out today",
     ),
     "recover": (
         "octet recover calibration --samples samples.jsonl --held-out heldout.jsonl -o recovered",
@@ -37,6 +38,10 @@ EXAMPLES = {
     "replay": (
         "octet replay calibration --samples stream.jsonl",
         "octet replay calibration --samples stream.jsonl --history 16 --margin 1 -o replay.html",
+    ),
+    "drift": (
+        "octet drift calibration --live /var/lib/octet/live",
+        "octet drift calibration --live live --json --metrics /var/lib/node_exporter/octet.prom",
     ),
     "export": (
         "octet export checkpoint calibration --out checkpoint",

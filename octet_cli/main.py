@@ -20,6 +20,7 @@ from octet_cli.bench import bench
 from octet_cli.calibrate import calibrate, recover, rescale
 from octet_cli.deploy import deploy
 from octet_cli.doctor import doctor
+from octet_cli.drift import drift
 from octet_cli.evaluate import evaluate
 from octet_cli.export import build_engine, export
 from octet_cli.golden import golden
@@ -47,7 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in (
-    *(calibrate, rescale, recover, replay, build_engine, golden, verify),
+    *(calibrate, rescale, recover, replay, drift, build_engine, golden, verify),
     *(evaluate, bench, plan, doctor, prewarm, serve, prove, rollout),
 ):
     called = command.__name__.replace("_", "-")

@@ -27,6 +27,7 @@ from octet.artifacts.golden import GOLDEN_FILE, GoldenSet
 from octet.artifacts.manifest import Manifest, write_artifact
 from octet.errors import ArtifactError
 from octet.model.checkpoint import Checkpoint
+from octet.numerics.counting import BINS
 from octet.recipe import KvCacheDtype
 from octet.storage.files import read_json
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
@@ -44,7 +45,6 @@ __all__ = [
 FILES = ("observations.json", "histograms.safetensors", "scales.safetensors", GOLDEN_FILE)
 MEAN_SQUARES_FILE = "mean_squares.safetensors"
 WEIGHTS_FILE = "weights.safetensors"  # tensors that an algorithm changed; most have none
-BINS = 32_768  # one per magnitude code of a 16-bit float: the 15 bits below the sign
 
 # A file's text, a file to copy, or a function that writes it into a given directory.
 Content: TypeAlias = str | Path | Callable[[Path], None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
+from octet.artifacts.live import Counting
 from octet.errors import BackendError, BackendUnavailable, RequestError
 from octet.model.spec import ModelSpec
 from serve.backends.base import Incarnation, LoadReport, generate_one_token, sooner_or_later
@@ -38,6 +39,7 @@ class EmbeddedBackend:
         context: int | None = None,
         threads: int = 0,
         max_waiting: int = 1024,
+        count: Counting | None = None,
         load: Callable[[], tuple[Runner, Tokenizer]] | None = None,
     ) -> None:
         """`path` is opened by `start`: an ONNX export, an engine, or what `load` opens.
@@ -45,14 +47,14 @@ class EmbeddedBackend:
         `model` is the name that it serves (default: the directory's). `slots` requests are decoded
         together (default: 16, or what an engine was built for). `context` limits prompt and answer
         together (default: the model's). `threads` compute one operator on the CPU (0: one per
-        core).
+        core). With `count`, activations of a share of the steps are counted.
         """
         self.name = "embedded"
         self._model = model or path.resolve().name
         self._slots = slots
         self._context = context
         self._max_waiting = max_waiting
-        self._load = load or (lambda: load_export(path, threads))
+        self._load = load or (lambda: load_export(path, threads, count=count))
         self._started: Loaded | None = None
         self._stopped = asyncio.Event()
         self._streams: dict[Generation, _Stream] = {}
@@ -65,6 +67,7 @@ class EmbeddedBackend:
             slots=config.slots,
             context=config.context,
             threads=config.threads,
+            count=None if config.count is None else config.count.options,
         )
 
     @property
@@ -251,6 +254,8 @@ class Loaded:
         return await beside(self.tokenizer.encode, prompt, size=len(prompt))
 
 
-def load_export(path: Path, threads: int = 0, device: int = 0) -> tuple[Runner, Tokenizer]:
+def load_export(
+    path: Path, threads: int = 0, device: int = 0, count: Counting | None = None
+) -> tuple[Runner, Tokenizer]:
     """Loads the runner (see `load_runner`) and the tokenizer of the same directory."""
-    return load_runner(path, threads, device), Tokenizer.load(path)
+    return load_runner(path, threads, device, count), Tokenizer.load(path)

@@ -15,6 +15,7 @@ from pydantic import (
     field_validator,
 )
 
+from octet.artifacts.live import Counting
 from octet.errors import ConfigError, nearest
 from serve.config.section import Count, Integer, Name, Seconds, Section, tag
 
@@ -62,6 +63,18 @@ class _Backend(Section):
     max_in_flight: Count | None = None  # requests; beyond it, they go to other backends
 
 
+class CountConfig(Section):
+    """Counts the activations of a share of the steps, for `octet drift`."""
+
+    directory: Path
+    one_step_in: Count = 100
+    window_tokens: Count = 4096  # counted tokens, after which a file is written
+
+    @property
+    def options(self) -> Counting:
+        return Counting(self.directory, self.one_step_in, self.window_tokens)
+
+
 class EmbeddedConfig(_Backend):
     """An ONNX export, or a TensorRT engine, run in this process."""
 
@@ -72,6 +85,7 @@ class EmbeddedConfig(_Backend):
     # Tokens of prompt and answer together; default: the model's, or what an engine was built for.
     context: Count | None = None
     threads: Annotated[Integer, Field(ge=0)] = 0  # of one operator; 0: one per usable core
+    count: CountConfig | None = None
 
 
 class HttpConfig(_Backend):

@@ -7,6 +7,9 @@ export/onnx/decoder.py lists the graph's inputs and outputs. A step is fast beca
   are the top bytes. An E4M3 cache is read as it is.
 - All inputs and outputs are bound to arrays that are reused while the shapes stay the same.
 - While the same requests keep decoding, the windows in these arrays need only their newest row.
+
+With a `LiveCounts`, some steps also return the activations, which are counted. The graph is then
+the same in all steps, so no answer depends on which of them are.
 """
 
 from pathlib import Path
@@ -18,11 +21,14 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from octet.artifacts.live import Counting, LiveCounts
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, BackendError, OctetError, UnsupportedError
 from octet.hardware.cores import usable_cores
 from octet.model.spec import ModelSpec
+from octet.numerics.counting import count_codes
 from serve.runner.onnx_rewrite import read_past_as_float16, round_in_float32, store_e2m1_as_e4m3
+from serve.runner.onnx_taps import add_taps
 from serve.runner.protocol import CacheDtype, SlotCache, StepBatch, window
 
 __all__ = ["OnnxRunner"]
@@ -42,12 +48,20 @@ class OnnxRunner:
 
     slots = 16
 
-    def __init__(self, directory: Path, *, threads: int = 0, rewrite: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        threads: int = 0,
+        rewrite: bool = True,
+        count: Counting | None = None,
+    ) -> None:
         """Opens and verifies `directory`.
 
         `threads` compute one operator (0: one per core). `rewrite=False` runs the graph as it is on
-        disk. Raises ArtifactError for anything but an unaltered ONNX export that loads, and
-        UnsupportedError for a graph that was exported for TensorRT.
+        disk. With `count`, activations of a share of the steps are counted. Raises ArtifactError
+        for anything but an unaltered ONNX export that loads, and UnsupportedError for a graph that
+        was exported for TensorRT.
         """
         self.manifest = Manifest.load(directory, "onnx")
         if self.manifest.details.get("target", "onnxruntime") != "onnxruntime":
@@ -58,11 +72,15 @@ class OnnxRunner:
         self.spec: ModelSpec = self.manifest.model.spec
         self.kv_dtype: CacheDtype = self.manifest.details["kv_cache"]
         self._past_type = _STORED_TYPES[self.kv_dtype]
+        self.live = None if count is None else LiveCounts(count, self.manifest)
+        self._taps: dict[str, str] = {}  # names of the graph's values, by observation
         path = directory / MODEL_FILE
         options = _session_options(directory, threads)
         try:
             model = onnx.load(path, load_external_data=False)
             _check_version(model, path)
+            if count is not None:
+                self._taps = add_taps(model, self.spec)
             if rewrite:
                 self._past_type = read_past_as_float16(model) or self._past_type
                 round_in_float32(model)
@@ -88,16 +106,26 @@ class OnnxRunner:
         past = window(int(cache.lengths[step.slots].max()))
         shape = (*step.token_ids.shape, past, step.logit_positions.shape[1])
         decoding = shape[1] == 1
+        counted = self.live if self.live is not None and self.live.begin_step() else None
         plan = self._plans.get(decoding)
-        if plan is None or plan.shape != shape:
+        if plan is None or plan.shape != shape or counted is not None:
             plan = _Plan(shape, self._session, self.spec, self.kv_dtype, self._past_type)
-            self._plans[decoding] = plan
+            if counted is None:  # a counted step's is bound to more outputs than others need
+                self._plans[decoding] = plan
         plan.fill(step, cache)
+        if counted is not None:
+            for value in self._taps.values():
+                plan.binding.bind_output(value, "cpu")
         try:
             self._session.run_with_iobinding(plan.binding)
         except Exception as error:  # ONNX Runtime's exceptions share no other base
             raise BackendError(f"ONNX Runtime: {str(error).splitlines()[0]}") from error
         cache.append(step.slots, plan.present)
+        if counted is not None:
+            values = plan.binding.get_outputs()[-len(self._taps) :]
+            for name, value in zip(self._taps, values, strict=True):
+                counted.add(name, count_codes(value.numpy()))
+            counted.end_step(step.token_ids.size)
         return plan.logits
 
 

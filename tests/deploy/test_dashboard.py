@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 
 from octet.errors import BackendError
+from octet_cli.drift import GAUGES
 from serve.access.shared import SharedLimits
 from serve.backends.base import LoadReport
 from serve.config import Judge, SharedConfig
@@ -75,7 +76,8 @@ def samples() -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, set[str]]:
-    return samples()
+    drift = {gauge: {"model", "calibration"} for gauge in GAUGES}  # of `octet drift --metrics`
+    return samples() | drift
 
 
 def selectors(query: str) -> list[promql.VectorSelector]:

@@ -19,6 +19,7 @@ from serve.vllm.command import (
     machine_flags,
     require_checkpoint,
     served_name,
+    start_variables,
     weight_only_flags,
 )
 from serve.vllm.process import free_port
@@ -63,6 +64,7 @@ class ManagedBackend(OpenAiHttpBackend):
             lambda port: [*words, "--host", "127.0.0.1", "--port", str(port)],
             self._health,
             environment=SAFE_PATH
+            | start_variables()
             | (WEIGHT_ONLY if config.weight_only else {})
             | config.environment,
             moved=self._move,

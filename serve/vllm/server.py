@@ -16,7 +16,12 @@ from typing import Any, Self
 from urllib.request import ProxyHandler, Request, build_opener
 
 from octet.errors import BackendError
-from serve.vllm.command import artifact_flags, require_checkpoint, require_command
+from serve.vllm.command import (
+    artifact_flags,
+    require_checkpoint,
+    require_command,
+    start_variables,
+)
 from serve.vllm.process import child_process, free_port, last_line
 
 __all__ = ["VllmServer", "complete"]
@@ -46,7 +51,7 @@ class VllmServer:
         require_command(command)
         self.checkpoint, self.log, self.command = checkpoint, log, command
         self.options = [*artifact_flags(checkpoint), *options]
-        self.environment = dict(environment or {})
+        self.environment = start_variables() | dict(environment or {})
         self.port = free_port()
         self._process: Any = None
 

@@ -20,7 +20,7 @@ COMMAND = """#!{python} -S
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 with open({calls!r}, "w") as file:
-    json.dump({{"words": sys.argv[1:], "pid": os.getpid(), "hub": os.environ.get("HUB")}}, file)
+    json.dump({{"words": sys.argv[1:], "pid": os.getpid(), "env": dict(os.environ)}}, file)
 if "--fault" in sys.argv:
     print("ValueError: no such cache")
     print("RuntimeError: Engine core initialization failed. See root cause above.")
@@ -59,12 +59,23 @@ def test_it_runs_as_long_as_the_block(checkpoint: Path, command: str, tmp_path: 
     options = {"command": command, "options": ["--seed", "1"], "environment": {"HUB": "off"}}
     with VllmServer(checkpoint, log=tmp_path / "log", **options) as server:  # type: ignore[arg-type]
         call = json.loads((tmp_path / "calls").read_text())
-        assert call["words"][:2] == ["serve", str(checkpoint)] and call["hub"] == "off"
+        assert call["words"][:2] == ["serve", str(checkpoint)] and call["env"]["HUB"] == "off"
         assert call["words"][-2:] == ["--seed", "1"] and server.url.endswith(
             call["words"][call["words"].index("--port") + 1]
         )
         assert alive(call["pid"])
     assert not alive(call["pid"])
+
+
+def test_the_engine_is_forked_unless_the_user_wants_otherwise(
+    checkpoint: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    for mine, expected in ((None, "fork"), ("spawn", "spawn")):
+        if mine is not None:
+            monkeypatch.setenv(name, mine)
+        with VllmServer(checkpoint, log=tmp_path / "log", command=command):
+            assert json.loads((tmp_path / "calls").read_text())["env"][name] == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
-from octet.errors import BackendError
+from octet.errors import BackendError, RequestError
 from serve.api.operation import Tally
 from serve.backends.bounds import (
     MAX_EVENT,
@@ -175,13 +175,13 @@ class EventReader:
 
     async def _long(self, event: bytes) -> bytes:
         """Does the same as `_read` for one event of more than `PARSED` bytes."""
-        if await aborts(self._name, event):
+        if await aborts(event):
             self._aborted = True
             return b""
-        await read_large_usage(self._name, event, self.tally)
+        await read_large_usage(event, self.tally)
         if b'"error"' in event and b'"choices"' not in event:
             self.tally.failed = BackendError(f"{self._name}: failed while answering")
-        return await rewritten(self._name, event, self._rewrite)
+        return await rewritten(event, self._rewrite)
 
     async def _end(self) -> None:
         """Waits for the end of a complete body, so that its connection can be reused."""
@@ -314,10 +314,11 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_TOKENS
 
 
-async def occurrences(name: str, body: bytes, field: bytes) -> list[int]:
+async def occurrences(body: bytes, field: bytes) -> list[int]:
     """Returns the offsets of `field` in `body`, in slices between which other requests run.
 
-    Raises BackendError if there are more than `MAX_FIELDS`.
+    Raises RequestError if there are more than `MAX_FIELDS`. That is not held against the backend,
+    because a request's own JSON may be repeated in its answer.
     """
     found: list[int] = []
     for start in range(0, len(body), _SLICE):
@@ -327,26 +328,30 @@ async def occurrences(name: str, body: bytes, field: bytes) -> list[int]:
         while (at := body.find(field, at + 1, end)) >= 0:
             found.append(at)
             if len(found) > MAX_FIELDS:
-                what = f"answered with more than {MAX_FIELDS} fields {field.decode()}"
-                raise BackendError(f"{name}: {what}", kind="garbled")
+                raise RequestError(
+                    f"the answer has more than {MAX_FIELDS} fields {field.decode()}",
+                    status=502,
+                    code="answer_too_large",
+                    kind="backend_error",
+                )
     return found
 
 
-async def aborts(name: str, body: bytes) -> bool:
+async def aborts(body: bytes) -> bool:
     """Does the same as `aborted_at` for a large answer, but only decides whether there is one."""
-    if not await occurrences(name, body, b'"abort"'):
+    if not await occurrences(body, b'"abort"'):
         return False
-    found = await occurrences(name, body, b'"finish_reason"')
+    found = await occurrences(body, b'"finish_reason"')
     return any(_ABORTED.match(body, at, at + _FIELD) for at in found)
 
 
-async def read_large_usage(name: str, body: bytes, tally: Tally) -> None:
+async def read_large_usage(body: bytes, tally: Tally) -> None:
     """Does the same as `read_usage` for a large answer, which is not parsed.
 
     Of several, the largest counts: an answer may repeat its client's tools, or hold a model's JSON.
     """
     most = 0
-    for at in await occurrences(name, body, b'"usage"'):
+    for at in await occurrences(body, b'"usage"'):
         if found := _USAGE.match(body, at, at + _FIELD):
             one = Tally()
             read_usage({"usage": json_object(found[1])}, one)
@@ -357,13 +362,13 @@ async def read_large_usage(name: str, body: bytes, tally: Tally) -> None:
                 tally.completion_tokens = one.completion_tokens
 
 
-async def rewritten(name: str, body: bytes, rewrite: Rewrite | None) -> bytes:
+async def rewritten(body: bytes, rewrite: Rewrite | None) -> bytes:
     """Applies `rewrite`, which changes only the field `model`, to a large answer."""
     if rewrite is None:
         return body
     kept: list[bytes] = []
     end = 0
-    found = await occurrences(name, body, b'"model"')
+    found = await occurrences(body, b'"model"')
     for at, following in itertools.pairwise([*found, len(body)]):
         if body[at - 1 : at] != b"\\":
             kept += body[end:at], rewrite(body[at : min(at + _FIELD, following)])

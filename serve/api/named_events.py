@@ -135,11 +135,11 @@ class NamedEventReader(EventReader):
         name = _name_of(event)
         self.tally.events += 1
         if name in self._names.counted:
-            await read_large_usage(self._name, event, self.tally)
+            await read_large_usage(event, self.tally)
         if name in _FAILED:
             self.tally.failed = BackendError(f"{self._name}: failed while answering")
         self.tally.ended = name in self._names.last
-        return await rewritten(self._name, event, self._rewrite)
+        return await rewritten(event, self._rewrite)
 
     def _begin(self, events: bytes) -> bool:
         if len(events) > PARSED:  # one event
@@ -160,7 +160,7 @@ class NamedEventReader(EventReader):
 
 async def require_reason(name: str, body: bytes) -> None:
     """Raises BackendError if a whole answer lacks a `stop_reason`: its server aborted it."""
-    found = await occurrences(name, body, b'"stop_reason"')
+    found = await occurrences(body, b'"stop_reason"')
     if not any(_REASON.match(body, at) for at in found):
         raise lost_by_abort(name)
 

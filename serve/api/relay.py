@@ -195,10 +195,12 @@ async def _whole(
     name: str, relay: Relay, rewrite: Rewrite | None, limit: int, names: Names | None
 ) -> Answer:
     body, tally = await _read(name, relay.body, limit), Tally()
+    # An answer of the other protocols may repeat a client's JSON, and has its own sign of this.
+    may_abort = names is None
     if len(body) > PARSED:
-        body = await _large(name, body, rewrite, tally)
+        body = await _large(name, body, rewrite, tally, may_abort=may_abort)
     else:
-        if aborted_at(body) >= 0:
+        if may_abort and aborted_at(body) >= 0:
             raise lost_by_abort(name)
         try:
             content = decoded(body)
@@ -215,14 +217,16 @@ async def _whole(
     return Answer(200, _headers(relay, JSON), body, tally=tally)
 
 
-async def _large(name: str, body: bytes, rewrite: Rewrite | None, tally: Tally) -> bytes:
+async def _large(
+    name: str, body: bytes, rewrite: Rewrite | None, tally: Tally, *, may_abort: bool
+) -> bytes:
     """Returns a large answer for the client, and reads its usage, without parsing the rest."""
     if not is_object(body[:1], body[-PARSED:]):
         raise BackendError(f"{name}: answered with no JSON", kind="garbled")
-    if await aborts(name, body):
+    if may_abort and await aborts(body):
         raise lost_by_abort(name)
-    await read_large_usage(name, body, tally)
-    return await rewritten(name, body, rewrite)
+    await read_large_usage(body, tally)
+    return await rewritten(body, rewrite)
 
 
 async def _read(name: str, body: AsyncIterator[bytes], limit: int) -> bytes:

@@ -212,6 +212,8 @@ class _Examiner:
         declared = Sampling.of(self._generation)
         answer = await self._complete(_telling(self._golden), 1, n=_DRAWN, **NO_PENALTIES)
         tokens = _sampled(answer["choices"])
+        if len(tokens) < _DRAWN:  # it ignores `n`
+            raise _Unknown(f"it drew {len(tokens)} of {_DRAWN} tokens")
         other = await asyncio.to_thread(other_sampling, declared, tokens)
         if other is None:
             return None

@@ -16,7 +16,10 @@ class Case:
     pause_s: float = 0.0
 
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"),
+    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+)
 BODY = b'{"model":"sound","prompt":"x"}'
 FIELDS = (b"Host: x", b"Content-Type: application/json", b"Connection: close")
 
@@ -184,6 +187,20 @@ BODIES = {
     "braces in a name": b'{"model":"sound","prompt":"x","a":{"model":"b","\\u006dodel":1}}',
 }
 
+_SAID = [{"role": "user", "content": "x"}]
+NAMED: dict[str, tuple[str, dict[str, object]]] = {  # path, and fields of a sound request
+    "a limit of another protocol": (PATHS[5], {"max_completion_tokens": "x", "max_tokens": []}),
+    "many items": (PATHS[5], {"input": [{"role": "user", "content": "x"}] * 20_000}),
+    "items of nothing": (PATHS[5], {"input": [{}, {"content": [None, 1, []]}]}),
+    "tools of nothing": (PATHS[5], {"tools": [{"parameters": {"a": [[[]]]}}] * 1000}),
+    "metadata": (PATHS[5], {"metadata": {"finish_reason": "abort", "user_id": {}}}),
+    "a system of bytes": (PATHS[6], {"system": [{"type": "image", "source": "x" * 100_000}]}),
+    "another limit": (PATHS[6], {"max_completion_tokens": 1e9, "max_output_tokens": -1}),
+    "odd parts": (PATHS[6], {"messages": [{"role": 3, "content": [{"type": []}, {"type": 1}]}]}),
+    "a user of objects": (PATHS[6], {"metadata": {"user_id": [{}]}, "stream": True}),
+    "counted parts": (PATHS[7], {"messages": [{"content": [{"type": "document"}] * 20_000}]}),
+}
+
 
 def cases() -> Iterator[Case]:
     for method in METHODS:
@@ -218,6 +235,12 @@ def cases() -> Iterator[Case]:
     for path in PATHS[2:]:
         for name in ("nothing", "null", "deep", "many keys", "a lone surrogate", "commas", "half"):
             yield Case(f"{path}: {name}", post(BODIES[name], path=path))
+    for name, (path, more) in NAMED.items():
+        asked = {"model": "sound", "input": "x", "messages": _SAID, "max_tokens": 9} | more
+        yield Case(f"{path}: {name}", post(json.dumps(asked).encode(), path=path))
+    for name in ("two keys", "no scheme", "key of bytes", "another type", "two tiers"):
+        keyed = (b"X-Api-Key: x", *HEADERS[name])
+        yield Case(f"x-api-key, {name}", post(BODY, *keyed, path=PATHS[6]))
     sound = post(BODY)
     open_ = sound.replace(b"Connection: close\r\n", b"")
     yield Case("a byte at a time", sound, 0.001)

@@ -44,6 +44,12 @@ pools:
   sound: {sound}
 limits: {{max_answer_bytes: 2000000, max_body_bytes: 2000000, read_timeout_s: 2}}
 """
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+}
+ENDS = (b"[DONE]", b'"message_stop"', b'"response.completed"', b'"response.failed"')
 
 
 @dataclass
@@ -92,14 +98,14 @@ class Gateway:
 
     async def _ask(self, name: str, scenario: Scenario) -> str:
         """Sends a request that the upstream answers with `scenario`; returns what is wrong."""
-        body: dict[str, Any] = {"model": "hostile", "prompt": "x"}
+        body: dict[str, Any] = {"model": "hostile", **ASKED[scenario.path]}
         if scenario.stream:
             body |= {"stream": True}
         if scenario.counted:
             body |= {"stream_options": {"include_usage": True}}
         headers = {"x-request-id": name}
         try:
-            async with self.session.post("/v1/completions", json=body, headers=headers) as response:
+            async with self.session.post(scenario.path, json=body, headers=headers) as response:
                 content = await response.read()
         except aiohttp.ClientError as error:
             return f"no answer: {error!r}"
@@ -186,7 +192,7 @@ def wrong_with(status: int, kind: str, content: bytes) -> str:
         if not events:
             return "a stream without an event"
         last = events[-1]
-        if b"[DONE]" in last:
+        if any(end in last for end in ENDS):
             return ""
         return "" if b'"error"' in last else f"the stream ends with {last[-100:]!r}"
     if status < 400:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tests.serve.upstreams import chunk, whole
 
@@ -28,6 +28,7 @@ class Scenario:
     steps: tuple[Step, ...]
     stream: bool = False
     counted: bool = False  # the client requests the usage, too
+    path: str = "/v1/completions"
 
 
 TOKEN = chunk("a")
@@ -140,6 +141,69 @@ STREAMS = {
     "choices of nothing": b'data: {"choices":[null, 1, "a"]}\n\n' + DONE,
     "many tokens": TOKEN * 20_000 + DONE,
 }
+
+
+def event(name: str, **fields: Any) -> bytes:
+    data = json.dumps({"type": name, **fields}, separators=(",", ":"))
+    return f"event: {name}\ndata: {data}\n\n".encode()
+
+
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COUNTED = {"input_tokens": 3, "output_tokens": 1}
+# By path: what comes before a token, a token, the end.
+NAMED = {
+    RESPONSES: (
+        event("response.created", response={"model": "m", "usage": None}),
+        event("response.output_text.delta", delta="a"),
+        event("response.completed", response={"model": "m", "usage": COUNTED}),
+    ),
+    MESSAGES: (
+        event("message_start", message={"model": "m", "usage": COUNTED}),
+        event("content_block_delta", delta={"type": "text_delta", "text": "a"}),
+        event("message_delta", delta={"stop_reason": "end_turn"}, usage=COUNTED)
+        + event("message_stop"),
+    ),
+}
+
+
+def named_streams(path: str) -> Iterator[tuple[str, bytes]]:
+    start, token, end = NAMED[path]
+    sound = start + token + end
+    last = end.rpartition(b"event: ")[2]
+    yield "sound", sound
+    yield "CRLF", sound.replace(b"\n", b"\r\n")
+    yield "no names", b"\n".join(x for x in sound.split(b"\n") if x[:6] != b"event:")
+    yield "only names", b"event: response.completed\n\nevent: message_stop\n\n"
+    yield "names without end", b"event: " + b"a" * 9_000_000
+    yield "a name of bytes", start + b"event: \xff\xfe\ndata: {}\n\n" + token + end
+    yield "two names", start + b"event: ping\n" + token + end
+    yield "another name in its data", start + b"event: ping\ndata: {}\n\nevent: x\n" + last
+    yield "only its beginning", start
+    yield "endless beginnings", start * 100_000
+    yield "a large beginning", event("message_start", message="x" * 7_000_000) * 4
+    yield "no end", start + token
+    yield "half an end", (start + token + end)[:-1]
+    yield "the end at once", end
+    yield "after the end", sound + token * 3 + b"nonsense"
+    yield "an error", event("error", error={"type": "x", "message": "m"})
+    yield "a later error", start + token + event("error", error={"type": [], "message": {}})
+    yield "an error that is none", start + token + event("error", error=None)
+    yield "a failure", start + token + event("response.failed", response=3)
+    yield "a large failure", start + token + event("response.failed", response="x" * 200_000)
+    yield "done", start + token + DONE
+    yield "no reason", start + token + event("message_delta", delta={"stop_reason": None})
+    yield "an odd delta", start + token + event("message_delta", delta=[1]) + end
+    yield "many fields", start + token + event("x", a=[{"usage": {}, "model": "m"}] * 20_000)
+    yield "a large end", start + token + event("response.completed", response="x" * 200_000)
+    yield "deep", start + b"event: message_delta\ndata: " + b"[" * 20_000 + b"\n\n" + end
+    for name, usage in USAGES.items():
+        usage = usage.replace("prompt_", "input_").replace("completion_", "output_")
+        yield f"usage: {name}", sound.replace(b'"usage":' + _COUNTED, b'"usage":' + usage.encode())
+    for at in range(1, len(sound), 32):
+        yield f"cut at byte {at}", sound[:at]
+
+
+_COUNTED = json.dumps(COUNTED, separators=(",", ":")).encode()
 USAGES = {
     "negative": '{"prompt_tokens":3,"completion_tokens":-1000000000000}',
     "huge": '{"prompt_tokens":3,"completion_tokens":1000000000000000000}',
@@ -275,6 +339,16 @@ def scenarios() -> Iterator[Scenario]:
             yield Scenario(
                 f"usage in each: {name}", (until_close(each * 3 + DONE, EVENTS),), True, counted
             )
+    for path in NAMED:
+        for name, body in named_streams(path):
+            what = f"{path}: {name}"
+            yield Scenario(what, (until_close(body, EVENTS),), True, path=path)
+        for name, body in (WHOLE | BODIES).items():
+            what = f"{path}, whole: {name}"
+            yield Scenario(what, (sized(b"200 OK", body, JSON),), path=path)
+        for status in STATUSES:
+            steps = (sized(status + b" X", BODIES["odd error"], JSON),)
+            yield Scenario(f"{path}, status {status.decode()}", steps, path=path)
     for name, framed in FRAMINGS.items():
         yield Scenario(f"framing: {name}", (framed(whole()),))
         yield Scenario(f"framing of a stream: {name}", (framed(SOUND).replace(JSON, EVENTS),), True)

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urljoin
 
 from axe_playwright_python.base import AXE_SCRIPT
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Error, Page, sync_playwright
 
 WIDTHS = (1280, 390)
 SCHEMES = ("light", "dark")
@@ -58,7 +58,14 @@ def look(
     page.on("console", lambda message: console.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
-    page.goto(url)
+    while True:
+        try:
+            page.goto(url)
+            break
+        except Error as error:  # its server is being restarted: the test has a limit of time
+            if "ERR_CONNECTION_REFUSED" not in error.message:
+                raise
+            page.wait_for_timeout(SETTLE_MS)
     session = context.new_cdp_session(page)
 
     def run(expression: str) -> Any:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import openai
 import pytest
 import yaml
 
+from tests.fake_servers import FakeOpenAI, running
 from tests.integration.servers.launch import GatewayServer, VllmServer, free_port
 from tests.serve.named_contract import (
     CHECKS,
@@ -47,14 +48,17 @@ def server(start_vllm: Callable[..., VllmServer], template: Path) -> VllmServer:
     return start_vllm(EXAMPLE / "model", chat_template=template, **SERVED)
 
 
-def written(directory: Path, server: VllmServer) -> tuple[Path, int]:
-    """The configuration of a gateway before `server`, and its port."""
+def written(
+    directory: Path, server: VllmServer, others: Sequence[str] = (), **pool: Any
+) -> tuple[Path, int]:
+    """The configuration of a gateway before `server` and `others`, by URL; and its port."""
     port, digest = free_port(), hashlib.sha256(SECRET.encode()).hexdigest()
-    backend = {"type": "vllm", "name": "a", "url": server.url, "model": server.served_name}
+    backends = [{"type": "vllm", "name": "a", "url": server.url, "model": server.served_name}]
+    backends += [{"type": "vllm", "url": url} for url in others]
     config = {
         "listen": {"port": port},
         "models": {"python-lm": {"pool": "bf16"}},
-        "pools": {"bf16": {"backends": [backend]}},
+        "pools": {"bf16": {"backends": backends, **pool}},
         "access": {"keys": [{"name": "team", "sha256": digest, "tokens_per_day": 100_000}]},
         "logs": {"format": "json", "access": True},
     }
@@ -146,6 +150,11 @@ async def test_answers_say_who_gave_them_and_errors_are_the_protocols(
             model="python-lm", input=PROMPT, max_output_tokens=2
         )
         assert raw.headers["x-octet-backend"] == "bf16/a" and raw.headers["x-request-id"]
+        own = {"finish_reason": "abort"}  # which vLLM repeats, and means in chats
+        repeated = await client.responses.create(
+            model="python-lm", input=PROMPT, max_output_tokens=2, metadata=own
+        )
+        assert repeated.metadata == own
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="other", input=PROMPT)
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
@@ -168,6 +177,42 @@ async def test_answers_say_who_gave_them_and_errors_are_the_protocols(
     async with messages_client(gateway.url, "sk-wrong") as client:
         with pytest.raises(anthropic.AuthenticationError):
             await client.messages.create(model="python-lm", messages=said, max_tokens=2)
+
+
+@pytest.mark.vllm
+async def test_only_a_proven_backend_answers(
+    server: VllmServer, exports: Path, tmp_path: Path
+) -> None:
+    """The other backend is not the model, and answers all the same."""
+    proof = {"golden": str(exports / "checkpoint"), "weights": "original", "kv_cache": "float16"}
+    said = [{"role": "user", "content": PROMPT}]
+    routing = {"policy": "round_robin"}
+    async with running(FakeOpenAI()) as impostor:
+        path, port = written(tmp_path, server, [impostor.url], proof=proof, routing=routing)
+        started = GatewayServer(config=path, port=port, log=tmp_path / "gateway.log")
+        gateway = await asyncio.to_thread(started.__enter__)
+        try:
+            entries = json.loads(await asyncio.to_thread(page, f"{gateway.url}/ready"))["models"]
+            proofs = {entry["proof"] for entry in entries["python-lm"]}
+            assert proofs == {"proven", "refused"}, entries
+            async with (
+                responses_client(gateway.url) as client,
+                messages_client(gateway.url) as other,
+            ):
+                for _ in range(4):
+                    answers: list[Any] = [
+                        await client.responses.with_raw_response.create(
+                            model="python-lm", input=PROMPT, max_output_tokens=2
+                        ),
+                        await other.messages.with_raw_response.create(
+                            model="python-lm", messages=said, max_tokens=2
+                        ),
+                    ]
+                    for answer in answers:
+                        assert answer.headers["x-octet-backend"] == "bf16/a"
+                        assert answer.headers["x-octet-artifact"]
+        finally:
+            await asyncio.to_thread(started.__exit__, None, None, None)
 
 
 @pytest.mark.vllm

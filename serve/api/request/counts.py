@@ -33,8 +33,9 @@ def _longest_prompt(call: Call, choices: int) -> int:
 
 def longest_answer(call: Call, choices: int) -> int:
     """Returns the tokens that all choices together can have; some servers count the end, too."""
+    known = type(call.body).model_fields  # any other field is for the backend: no limit to rely on
     names = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-    limits = (getattr(call.body, name, None) for name in names)
+    limits = (getattr(call.body, name) for name in names if name in known)
     limit = next((limit for limit in limits if limit is not None), None)
     return choices * ((_context(call) if limit is None else limit) + 1)
 

@@ -93,7 +93,7 @@ async def test_no_whole_answer_takes_long_in_one_step(body: bytes, alias: str) -
     async def relay() -> None:
         try:
             await opened(Upstream(in_pieces(body), kind="application/json"), alias)
-        except BackendError as error:
+        except RequestError as error:
             assert "more than 1024 fields" in str(error)
 
     assert await least_longest_step(relay) < MOST_S

@@ -10,7 +10,7 @@ from octet.errors import BackendError, RequestError
 from serve.api.named_events import MESSAGES, RESPONSES, Names, deltas_in
 from serve.api.operation import Answer, Call
 from serve.api.relay import open_relay
-from serve.backends.bounds import MAX_EVENTS, MAX_PREAMBLE, PARSED
+from serve.backends.bounds import MAX_EVENTS, MAX_FIELDS, MAX_PREAMBLE, PARSED
 from tests.serve.api.test_relay import CUTS, Upstream, cut
 
 
@@ -163,6 +163,30 @@ async def test_an_aborted_message_is_lost_and_its_end_not_sent() -> None:
     for body in (whole, whole.replace(b"[]", b'["' + b"x" * PARSED + b'"]')):
         with pytest.raises(BackendError, match="aborted"):
             await opened(MESSAGES, Upstream([body], kind="application/json"))
+
+
+@pytest.mark.parametrize("size", [0, PARSED])
+async def test_what_a_request_has_repeated_is_not_held_against_the_backend(size: int) -> None:
+    """A backend may repeat metadata and tools; a model writes a tool's input."""
+    own = {"finish_reason": "abort", "x": "x" * size}
+    answers = {
+        "responses": (RESPONSES, {"object": "response", "metadata": own, "usage": USAGE}),
+        "messages": (
+            MESSAGES,
+            {"content": [{"input": own}], "stop_reason": "tool_use", "usage": USAGE},
+        ),
+    }
+    for names, whole in answers.values():
+        body = json.dumps(whole).encode()
+        answer = await opened(names, Upstream([body], kind="application/json"))
+        assert answer.first == body and answer.tally.completion_tokens == 2
+    tools = [{"usage": {}, "model": ""}] * (MAX_FIELDS + 1)
+    last = event("response.completed", response=ENDED | {"tools": tools, "x": "x" * PARSED})
+    answer = await opened(RESPONSES, Upstream([OPENING + DELTA, last]))
+    assert answer.rest is not None
+    with pytest.raises(RequestError, match="more than") as refused:
+        _ = [piece async for piece in answer.rest]
+    assert (refused.value.status, refused.value.code) == (502, "answer_too_large")
 
 
 async def test_what_follows_the_last_event_is_not_sent() -> None:

@@ -113,6 +113,19 @@ async def test_tokens_are_charged_and_measured_as_the_backend_counts_them(
 
 
 @EACH
+@pytest.mark.parametrize("limit", [1, "none"])
+async def test_a_limit_of_another_protocol_makes_no_answer_cheaper(path: str, limit: Any) -> None:
+    """Servers ignore it, so what they count may exceed it."""
+    other = "max_tokens" if path == "/v1/responses" else "max_output_tokens"
+    body = BODIES[path] | {other: limit, "max_completion_tokens": limit, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {SECRET}"}
+    async with gateway(FakeOpenAI(), access=key(tokens_per_day=1000)) as served:
+        async with served.session.post(path, json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+        assert served.gateway.keys.usage.spent("team") == PROMPT + 6
+
+
+@EACH
 async def test_a_client_that_leaves_is_charged_for_what_it_had_and_frees_the_backend(
     path: str,
 ) -> None:

@@ -35,14 +35,16 @@ class Server(FakeOpenAI):
         self.tokenizes = True
         self.most = 20  # log-probabilities of a token
         self.silent = False  # sends fewer, where it would refuse more
+        self.counts = True  # gives as many choices as `n` says
 
-    async def _whole(self, wanted: Any, body: dict[str, Any]) -> Any:
+    async def _whole(self, wanted: Any, body: dict[str, Any], named: Any) -> Any:
         if "messages" in body:
-            return await super()._whole(wanted, body)
+            return await super()._whole(wanted, body, named)
         if not self.silent and (body.get("logprobs") or 0) > self.most:
             raise RequestError(f"logprobs must be at most {self.most}", param="logprobs")
         random = np.random.default_rng(len(self.requests))
-        choices = [self._choice(body, random) for _ in range(body.get("n", 1))]
+        number = body.get("n", 1) if self.counts else 1
+        choices = [self._choice(body, random) for _ in range(number)]
         prompt = len(body["prompt"].encode())
         usage = {"prompt_tokens": prompt, "total_tokens": prompt + sum(n for n, _ in choices)}
         return {"choices": [choice for _, choice in choices], "usage": usage}
@@ -165,6 +167,13 @@ async def test_five_log_probabilities_show_a_default_and_blame_none(
     assert view == ClientView(tokens=view.tokens)
     view = await viewed(server(most=5, silent=silent, defaults={"temperature": 0.0}), export)
     assert [line.partition(" is not")[0] for line in view.differences] == ["its default sampling"]
+
+
+async def test_a_server_that_draws_too_few_tokens_is_not_compared(export: Path) -> None:
+    view = await viewed(server(counts=False, defaults={"temperature": 0.0}), export)
+    assert view.differences == []
+    (line,) = view.unchecked
+    assert line.endswith("sampling: it drew 1 of 28 tokens")
 
 
 @pytest.mark.parametrize(

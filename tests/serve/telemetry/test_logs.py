@@ -18,6 +18,7 @@ from serve.telemetry.logs import LAST_LINES_S, logging_to, say
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.observation import Observation, current, log_access
 
+BUSY_S = 30.0  # that a busy machine may take
 _log = logging.getLogger("serve.test")
 
 
@@ -224,8 +225,8 @@ def test_a_reader_that_reads_nothing_does_not_prevent_the_end(form: Any) -> None
             for number in range(500):
                 _log.info("line %d %s", number, "x" * 1000)  # a pipe holds 64 KB
             say("draining", Logs(format=form))
-            assert time.monotonic() - began < 1  # nobody waited until now
-        assert time.monotonic() - began < 1 + LAST_LINES_S + 1
+            assert time.monotonic() - began < BUSY_S  # a full pipe would be waited for for ever
+        assert time.monotonic() - began < BUSY_S + LAST_LINES_S
         os.close(reading)
 
 

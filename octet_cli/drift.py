@@ -9,8 +9,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octet.artifacts.calibration import Calibration
-from octet.artifacts.live import read_live
 from octet.errors import ConfigError
 from octet.interrupts import held_back
 from octet.page import write_page
@@ -19,6 +17,7 @@ from octet_cli.options import Json, Source
 
 if TYPE_CHECKING:
     from calibrate.drift import Drift
+    from octet.artifacts.calibration import Calibration
 
 __all__ = ["GAUGES", "drift"]
 
@@ -59,11 +58,13 @@ def drift(
     """
     if metrics is not None and not metrics.parent.is_dir():
         raise ConfigError(f"{metrics}: there is no directory {metrics.parent}")
-    opened = Calibration.load(calibration)
-    windows = read_live(live, opened)
     with held_back():
         from calibrate.drift import compare_live
+        from octet.artifacts.calibration import Calibration
+        from octet.artifacts.live import read_live
 
+    opened = Calibration.load(calibration)
+    windows = read_live(live, opened)
     found = compare_live(opened, windows, false_alarms=false_alarms)
     if metrics is not None:
         write_page(metrics, _prometheus(opened, found))
@@ -76,7 +77,7 @@ def drift(
         raise typer.Exit(1)
 
 
-def _show(console: Console, calibration: Calibration, found: "Drift") -> None:
+def _show(console: Console, calibration: "Calibration", found: "Drift") -> None:
     manifest = calibration.manifest
     began, ended = (
         datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
@@ -130,7 +131,7 @@ def _change(then: float | None, now: float | None, form: str) -> str:
     return "" if then is None or now is None else f"{then:{form}} → {now:{form}}"
 
 
-def _prometheus(calibration: Calibration, found: "Drift") -> str:
+def _prometheus(calibration: "Calibration", found: "Drift") -> str:
     """Returns gauges in Prometheus's text format."""
     manifest = calibration.manifest
     name = json.dumps(manifest.model.name)  # escapes quotes, backslashes and line ends, as it does

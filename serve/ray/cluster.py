@@ -24,6 +24,9 @@ __all__ = ["APPLICATION", "deploy"]
 APPLICATION = "octet"
 CONNECT_S = 5.0
 _POLL_S = 0.5
+# How a client of HTTP/2 begins, as gRPC does: the preface and empty settings (RFC 9113, 3.4).
+_SETTINGS = b"\x04"  # the type of the server's first frame, too
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0\0\0\0\0"
 _FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 
@@ -74,10 +77,17 @@ def _connect(address: str | None) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Raises OSError if nothing listens at HOST:PORT; Ray itself would try for many minutes."""
+    """Raises OSError unless HOST:PORT speaks HTTP/2; Ray itself would try for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    if not (host and port.isdigit()):
+        return
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return
+        connection.sendall(_HELLO)
+        # A frame begins with 3 bytes of length and its type.
+        if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
+            raise OSError("what listens there is no Ray")
 
 
 def _require_address(host: str, port: int) -> None:

@@ -139,6 +139,11 @@ def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, se
         "octet_backend_breaker_transitions_total",  # the state itself is shown
         "octet_backend_running",
         "octet_build_info",
+        "octet_calibration_distance",  # only of counted pools; alerts tell of drift
+        "octet_calibration_distance_limit",
+        "octet_calibration_drifted",
+        "octet_calibration_live_until_seconds",
+        "octet_calibration_misfits",
         "octet_judged_agreement",  # only of judged pools; an alert tells of a ruling
         "octet_judged_copies_total",
         "octet_judged_divergence_nats",

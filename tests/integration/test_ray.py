@@ -13,11 +13,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, Self
 
@@ -471,3 +473,10 @@ def test_mistakes_are_one_line_each(
     absent = octet("deploy", "ray", str(write("absent", backend)), "--address", "127.0.0.1:1")
     assert absent.returncode == 2
     assert "no Ray cluster answers at 127.0.0.1:1 (" in absent.stderr.splitlines()[-1]
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = ["deploy", "ray", config, "--address", f"127.0.0.1:{server.server_port}"]
+        foreign = octet(*words)
+        server.shutdown()
+    assert foreign.returncode == 2
+    assert "(what listens there is no Ray): start one" in foreign.stderr.splitlines()[-1]

@@ -5,7 +5,6 @@ versions, 410 Gone, bookmarks) and https://kubernetes.io/docs/reference/kubernet
 official Python client is not used: it is 126 MB of code for three requests of one resource.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, NoReturn, Self
@@ -13,7 +12,7 @@ from urllib.parse import quote
 
 import aiohttp
 
-from octet.errors import OctetError
+from octet.errors import ConfigError, OctetError
 from verify.kubernetes.cluster import Cluster
 
 __all__ = ["GONE", "ApiError", "Pods"]
@@ -96,10 +95,8 @@ class Pods:
         }
         what = "cannot watch pods"
         try:
-            async with (
-                asyncio.timeout(WATCH_S + _TIMEOUT_S),
-                self._send("GET", "/pods", query, read_s=None) as response,
-            ):
+            # Not asyncio.timeout: it would cancel whatever the caller does between two events.
+            async with self._send("GET", "/pods", query, total_s=WATCH_S + _TIMEOUT_S) as response:
                 if response.status != 200:
                     self._refuse(what, response.status, await _body(response, _MAX_EVENT))
                 async for line in _lines(response.content):
@@ -139,10 +136,7 @@ class Pods:
         kind: str | None = None,
     ) -> dict[str, Any]:
         try:
-            async with (
-                asyncio.timeout(_TIMEOUT_S),
-                self._send(method, path, query or {}, data=data, kind=kind) as response,
-            ):
+            async with self._send(method, path, query or {}, data=data, kind=kind) as response:
                 body = await _body(response, _MAX_PAGE)
         except (aiohttp.ClientError, OSError) as error:
             raise self._unreached(what, error) from None
@@ -161,11 +155,15 @@ class Pods:
         *,
         data: bytes | None = None,
         kind: str | None = None,
-        read_s: float | None = _TIMEOUT_S,
+        total_s: float = _TIMEOUT_S,
     ) -> Any:
         assert self._session is not None
         headers = {} if kind is None else {"content-type": kind}
-        if token := self.cluster.token():
+        try:
+            token = self.cluster.token()
+        except ConfigError as error:  # its file may be back for the next request
+            raise ApiError(str(error)) from None
+        if token:
             headers["authorization"] = f"Bearer {token}"
         return self._session.request(
             *(method, self.cluster.url + self._path + path),
@@ -173,7 +171,7 @@ class Pods:
             data=data,
             headers=headers,
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=read_s),
+            timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_TIMEOUT_S),
         )
 
     def _unreached(self, what: str, error: Exception) -> ApiError:

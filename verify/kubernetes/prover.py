@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octet.errors import OctetError
+from octet.errors import OctetError, printable
 from serve.backends.base import Incarnation
 from serve.config import PoolConfig
 from serve.members.member import Member
@@ -37,6 +37,7 @@ _COMPARE_S = 0.5  # between two comparisons of the pods with what they should sa
 _READ_S = 5.0  # between two readings of a server's start and token counts
 _SILENT_S = (1.0, 30.0)  # delays before a server that does not answer is tried again
 _API_S = (0.5, 60.0)  # the same of the API server
+_REFUSED_S = 10.0  # before a condition is written again that was not taken
 # Tokens that a server has served that does not count them: its probes have the schedule alone.
 _UNCOUNTED = 2**40
 _LONGEST_NAME = 200  # characters of a backend's name; a pod's has up to 253
@@ -50,6 +51,7 @@ class Watched:
     member: Member | None = None  # once it has answered
     silent: str = ""  # why there is no member yet
     incarnation: Incarnation | None = None  # as last reported
+    life: int = 0  # which of the member's that is
     task: asyncio.Task[None] | None = None
     write_at: float = 0.0  # when its condition may be written again, by the clock
     failure: str = ""  # of the last write
@@ -175,7 +177,8 @@ class PodProver:
             annotations["octet.dev/divergence"] = "{} [{}, {}] nats".format(*figures)
         if status == "True":
             annotations["octet.dev/proven-server"] = watched.server
-        return Report(status, reason, message, annotations)
+        # The API server replaces what is no Unicode: the condition would never say what it should.
+        return Report(status, reason, printable(message), annotations)
 
     async def _watch(self, version: str) -> None:
         """Watches the pods for ever, and lists them again where the server has forgotten `version`.
@@ -195,6 +198,7 @@ class PodProver:
                         await self._take(item, gone=kind == "DELETED")
                 self._recovered()
                 backoff.reset()
+                await asyncio.sleep(_API_S[0])  # some proxies end a watch at once
             except ApiError as error:
                 if error.status:
                     version = ""
@@ -298,7 +302,7 @@ class PodProver:
         name = watched.pod.name[-_LONGEST_NAME:].lstrip("-.")
         config = config.model_copy(update={"name": name})
         member = await self.pool.prepare(config, "kubernetes", model=model, patience_s=0.0)
-        await self._read(watched, member)
+        # Nothing that may fail or be cancelled stands between: nobody would close the member.
         self.pool.swap(self.pool.config, [*self.pool.members, member])
         watched.member, watched.silent = member, ""
 
@@ -306,11 +310,15 @@ class PodProver:
         """Reads when the server started, and how many tokens its clients' requests took."""
         if not member.reachable or member.proof is None:
             return
+        life = member.incarnation
         async with asyncio.timeout(_READ_S):
             found = await member.backend.incarnation()
         if found is None:
             return
-        watched.incarnation = found
+        before = watched.incarnation
+        if before is not None and life == watched.life and not found.follows(before):
+            return  # the proof is of the one before, until the pool notices the restart
+        watched.incarnation, watched.life = found, life
         served = _UNCOUNTED
         if found.counts:
             served = max(sum(found.counts) - member.proof.tokens, 0)
@@ -329,15 +337,11 @@ class PodProver:
             return
         try:
             item = await self.pods.patch_status(pod.name, pod.patch(report, self._condition))
-            watched.failure = ""
         except ApiError as error:
-            if error.status == 404:  # it is gone; the watch will say so
-                return
-            # 409: the pod has changed since it was read, and its next event is on the way.
-            watched.write_at = now + (_COMPARE_S if error.status == 409 else 10.0)
-            if error.status != 409 and str(error) != watched.failure:
-                _log.warning("%s; trying again", error)
-                watched.failure = str(error)
+            if error.status == 409:  # it has changed since it was read: its event is on the way
+                watched.write_at = now + _COMPARE_S
+            elif error.status != 404:  # then it is gone; the watch will say so
+                self._unwritten(watched, str(error))
             return
         if pod.condition.get("status") != report.status:
             lost = pod.condition.get("status") == "True" or report.reason == "Refused"
@@ -346,8 +350,19 @@ class PodProver:
             _log.log(level, line, pod.name, self._condition, report.status, report.message)
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, IndexError):
             written = Pod.read(item, self._port, self._condition)
+            if written.says(report):
+                watched.failure = ""
+            else:  # an admission webhook may change it
+                line = f"pod {pod.name}: the API server did not keep all that was written"
+                self._unwritten(watched, line)
             if watched.pod is pod and written.server == pod.server:
                 watched.pod = written  # sooner than the watch brings it
+
+    def _unwritten(self, watched: Watched, problem: str) -> None:
+        watched.write_at = time.monotonic() + _REFUSED_S
+        if problem != watched.failure:
+            _log.warning("%s; trying again", problem)
+        watched.failure = problem
 
 
 class _Single(Exams):

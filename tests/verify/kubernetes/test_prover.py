@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from octet.errors import ConfigError
+from serve.backends.base import Incarnation
+from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import Health, PoolConfig
 from serve.config.proof import Proof
 from serve.proof.golden_exam import GoldenExam
@@ -22,7 +25,8 @@ from tests.verify.kubernetes.kubelet import LABELS, ROLE, Kubelet
 from verify.kubernetes import prover as module
 from verify.kubernetes.api import ApiError, Pods
 from verify.kubernetes.cluster import Cluster
-from verify.kubernetes.prover import PodProver
+from verify.kubernetes.pod import Pod
+from verify.kubernetes.prover import PodProver, Watched
 from verify.server.connect import Query
 
 
@@ -228,3 +232,89 @@ async def test_what_cannot_work_ends_it_at_the_start(stage: Stage) -> None:
         async with stage.prover():
             pass
     stage.kubelet.namespace = "test"
+
+
+async def test_a_restart_that_the_pool_has_not_noticed_keeps_the_server_that_was_proven(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the condition would be "True" for the new server without a proof."""
+    now: list[Incarnation] = [Incarnation(("m",), 1000.0)]
+
+    async def incarnation(_: object) -> Incarnation:
+        return now[0]
+
+    monkeypatch.setattr(OpenAiHttpBackend, "incarnation", incarnation)
+    async with running(served()) as server, stage.prover() as prover:
+        await stage.pod("a", server)
+        await stage.kubelet.until("a", "True")
+        (watched,) = prover.watched.values()
+        (member,) = prover.pool.members
+        await until(lambda: str(watched.server).endswith(" 1000.00"))
+        now[0] = Incarnation(("m",), 2000.0)
+        await prover._read(watched, member)
+        assert str(watched.server).endswith(" 1000.00")
+        member.forget("it was restarted")
+        await until(lambda: str(watched.server).endswith(" 2000.00"))
+
+
+async def test_a_server_whose_counts_do_not_come_is_one_member(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def incarnation(_: object) -> Incarnation:
+        raise TimeoutError
+
+    monkeypatch.setattr(OpenAiHttpBackend, "incarnation", incarnation)
+    async with running(served()) as server, stage.prover() as prover:
+        await stage.pod("a", server)
+        await stage.kubelet.until("a", "True")
+        assert len(prover.pool.members) == 1 and not prover.pool._prepared
+
+
+async def test_what_the_api_server_does_not_keep_is_not_written_without_end(
+    stage: Stage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = stage.kubernetes._patch
+
+    async def forgetful(found: Any, sent: Any, subresource: str) -> Any:
+        if sent.get("metadata"):
+            sent["metadata"].pop("annotations")
+        return await patch(found, sent, subresource)
+
+    monkeypatch.setattr(stage.kubernetes, "_patch", forgetful)
+    async with stage.prover():
+        await stage.kubelet.create("a")
+        await until(lambda: "did not keep all that was written" in caplog.text)
+        await asyncio.sleep(0.2)  # ten comparisons
+    assert len([sent for sent in stage.kubernetes.patches if "metadata" in sent]) == 1
+    assert caplog.text.count("did not keep") == 1
+
+
+async def test_a_token_that_cannot_be_read_for_a_moment_does_not_end_the_prover(
+    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(ADMIN)
+
+    def token() -> str:
+        try:
+            return file.read_text()
+        except OSError:
+            raise ConfigError(f"{file}: No such file or directory") from None
+
+    cluster = Cluster(stage.kubernetes.url, "test", None, token)
+    async with running(served()) as server, stage.prover(cluster) as prover:
+        file.unlink()
+        await stage.pod("a", server)
+        await until(lambda: "No such file" in caplog.text)
+        assert ADMIN not in caplog.text
+        file.write_text(ADMIN)
+        await stage.kubelet.until("a", "True")
+        assert not prover.problem
+
+
+async def test_a_report_is_text_that_the_api_server_keeps(stage: Stage) -> None:
+    """A verdict names what the engine reports; a condition that differs is written again."""
+    async with stage.prover() as prover:
+        pod = Pod.read(await stage.kubelet.create("a"), "http")
+        report = prover._said(Watched(pod), "False", "Refused", "of type \ud800\n", None)
+    assert report.message == r"of type \ud800\n"

@@ -2,8 +2,8 @@
 
 Exports a calibration for each cache, and starts vLLM on it as people do: compiled, with CUDA
 graphs, prefix caching and chunked prefill, and otherwise where a row says so. The gateway's prover
-must admit each server, without clients and with up to 256, and find all prompts right. Servers
-that are started together share the GPU.
+must admit each server, without clients and with up to 256, and find all prompts right. Servers run one
+after another: vLLM measures the GPU's memory as it starts, and fails if another one changes it.
 
     python benchmarks/proof_production.py MODEL CALIBRATION [--vllm CMD] [--output FILE]
 
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,7 @@ from octet.artifacts.calibration import Calibration
 from octet.errors import OctetError
 from serve.vllm.server import VllmServer
 
-TOGETHER = 3
-MEMORY = ("--gpu-memory-utilization", "0.25")
+MEMORY = ("--gpu-memory-utilization", "0.5")
 LONG = 24_000  # characters, 6,000 to 8,000 tokens
 
 
@@ -78,20 +76,17 @@ def main() -> None:
     card = conditions(
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         model=f"{manifest.model.name}, {manifest.recipe.name}",
-        server=f"vLLM, {TOGETHER} at a time on one GPU",
+        server="vLLM, alone on the GPU",
         load=f"prompts of up to {LONG:,} characters, 64 tokens each",
     )
-    with tempfile.TemporaryDirectory(prefix="octet-") as name, ThreadPoolExecutor(TOGETHER) as pool:
+    with tempfile.TemporaryDirectory(prefix="octet-") as name:
         targets = {kv: export(options.calibration, kv, Path(name)) for kv in CACHES}
         targets[""] = options.model
 
-        def judged(start: Start) -> list[dict[str, Any]]:
-            return list(rows_of(start, targets[start.kv], options, Path(name)))
-
-        chosen = [start for start in STARTS if re.search(options.only, start.name)]
-        for found in pool.map(judged, chosen):
-            rows += found
-            report("proof_production", card, rows, options.output)
+        for start in STARTS:
+            if re.search(options.only, start.name):
+                rows += rows_of(start, targets[start.kv], options, Path(name))
+                report("proof_production", card, rows, options.output)
     refused = [row["server"] for row in rows if row["admission"] != "proven"]
     if refused:
         sys.exit(f"not admitted: {'; '.join(refused)}")

@@ -2,8 +2,8 @@
 
 Exports a calibration for each cache, and starts vLLM on it as people do: compiled, with CUDA
 graphs, prefix caching and chunked prefill, and otherwise where a row says so. The gateway's prover
-must admit each server, without clients and with up to 256, and find all prompts right. Servers run one
-after another: vLLM measures the GPU's memory as it starts, and fails if another one changes it.
+must admit each server, without clients and with up to 256, and find all prompts right. Servers run
+one after another: vLLM measures the GPU's memory as it starts, and fails if another one changes it.
 
     python benchmarks/proof_production.py MODEL CALIBRATION [--vllm CMD] [--output FILE]
 
@@ -82,7 +82,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="octet-") as name:
         targets = {kv: export(options.calibration, kv, Path(name)) for kv in CACHES}
         targets[""] = options.model
-
         for start in STARTS:
             if re.search(options.only, start.name):
                 rows += rows_of(start, targets[start.kv], options, Path(name))

@@ -82,7 +82,7 @@ def measure(given: argparse.Namespace, directory: Path | None) -> dict[str, Any]
             "OCTET_COUNT_WINDOW_TOKENS": "128",  # so that writing is measured too
         }
         done = subprocess.run(
-            [given.python, "-P", __file__, *sys.argv[1:], "--engine"],
+            [given.python, __file__, *sys.argv[1:], "--engine"],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,

@@ -13,6 +13,7 @@ servers did not count keeps the calibration's.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from octet.storage.files import MAX_JSON_BYTES, read_object
 
 __all__ = ["rescale"]
 
-_SPANS = 8
+_SPANS = 8  # of live windows
 _LEAST_TOKENS = 4096
 _MEASURED = (
     "sensitivity",
@@ -175,16 +176,17 @@ class _Live(Mapping[str, NDArray[np.int64]]):
         """Raises ConfigError and ArtifactError as `read_live` does, and for too few tokens."""
         windows = read_live(directory, origin)
         self.tokens = sum(window.tokens for window in windows)
-        if self.tokens < _LEAST_TOKENS:
+        if self.tokens < _LEAST_TOKENS or len(windows) < _SPANS:
             raise ConfigError(
-                f"{directory}: {self.tokens:,} live tokens are too few to derive scales from; wait"
-                f" for {_LEAST_TOKENS:,}"
+                f"{directory}: {self.tokens:,} live tokens in {len(windows)} windows are too few to"
+                f" derive scales from; wait for {_LEAST_TOKENS:,} in {_SPANS}"
             )
         counted = frozenset[str]().union(*(window.names for window in windows))
         self._uncounted = [name for name in origin.observations if name not in counted]
         self._origin = origin
-        count = min(_SPANS, len(windows))
-        self._spans = [windows[index::count] for index in range(count)]
+        # Each span is of one time: neighbours within a conversation would make spans look alike.
+        starts = [len(windows) * index // _SPANS for index in range(_SPANS + 1)]
+        self._spans = [windows[start:end] for start, end in pairwise(starts)]
 
     def __getitem__(self, name: str) -> NDArray[np.int64]:
         if name in self._uncounted:

@@ -287,7 +287,10 @@ def rescale(
     histograms: Annotated[
         Path | None,
         typer.Option(
-            "--histograms", help="Live activations, counted by servers, instead of the samples'."
+            "--histograms",
+            exists=True,
+            file_okay=False,
+            help="Live activations, counted by servers, instead of the samples'.",
         ),
     ] = None,
     model: ModelOption = None,

@@ -34,7 +34,13 @@ GAUGES = {  # of --metrics, with labels `model` and `calibration`
 def drift(
     calibration: Source,
     live: Annotated[
-        Path, typer.Option("--live", help="Directory in which servers count live activations.")
+        Path,
+        typer.Option(
+            "--live",
+            exists=True,
+            file_okay=False,
+            help="Directory in which servers count live activations.",
+        ),
     ],
     false_alarms: Annotated[
         float,

@@ -234,7 +234,9 @@ def start(worker: Any) -> None:
         )
     model = worker.model_runner.get_model()
     observed = observed_modules(manifest.model.spec, dict(model.named_modules()))
-    engine = "".join(f"{byte:02x}" for byte in config.instance_id.encode())[:64] or None
+    # Data-parallel replicas share the instance's id, and count their ranks from 0 each.
+    replica = getattr(config.parallel_config, "data_parallel_index", 0)
+    engine = f"{replica}.{config.instance_id}".encode().hex()[:64]
     live = LiveCounts(options_of(os.environ), manifest, engine=engine, rank=worker.rank)
     _worker = WorkerCounts(live, observed, worker.device)
     attach(model, _worker, worker.device)

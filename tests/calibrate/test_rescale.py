@@ -10,11 +10,13 @@ import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
+from calibrate.drift import compare_live
 from calibrate.options import Options
 from calibrate.pipeline import run
 from calibrate.rescale import rescale
 from calibrate.scales.weights import weight_scales
 from octet.artifacts.calibration import MEAN_SQUARES_FILE, WEIGHTS_FILE, Calibration
+from octet.artifacts.live import Counting, LiveCounts, read_live
 from octet.artifacts.manifest import write_artifact
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
@@ -25,6 +27,7 @@ from octet.numerics.bits import float32_to_bf16
 from octet.numerics.formats import E4M3
 from octet.recipe import PRESETS, Override, Recipe
 from octet.storage.tensors import Tensor, write_tensors
+from tests.command import octet
 from tests.shared import Shared
 
 STATIC = PRESETS["fp8-static"]
@@ -346,3 +349,45 @@ def test_a_dead_input_is_refused_by_name(origin: Calibration, tmp_path: Path) ->
         origin.golden,
     )
     refused(OctetError, r"layers\.1\.mlp\.down_proj was zero", copy.path, tmp_path / "out")
+
+
+# Live histograms in place of the samples'
+
+
+def count_live(origin: Calibration, directory: Path, *, octaves: int, windows: int = 8) -> None:
+    """Writes windows of 1,000 tokens as a server does: magnitudes are 2^`octaves` times larger."""
+    exported = origin.manifest.model_copy(
+        update={"kind": "checkpoint", "calibration": origin.manifest.identity}
+    )
+    counts = LiveCounts(Counting(directory, 1, 1000), exported)
+    for _ in range(windows):
+        for name, seen in origin.histograms.items():
+            counts.add(name, np.roll(seen, 128 * octaves))
+        counts.end_step(1000)
+    counts.close()
+
+
+def test_scales_are_derived_for_live_traffic(origin: Calibration, tmp_path: Path) -> None:
+    """Of twice the magnitudes they are twice as large, and later traffic is compared with them."""
+    static = rescale(origin.path, tmp_path / "static", recipe=STATIC, predict=False)
+    count_live(static, tmp_path / "live", octaves=1)
+    arguments = ["rescale", str(static.path), "--histograms", str(tmp_path / "live")]
+    done = octet(*arguments, "--no-predict", "--out", str(tmp_path / "today"))
+    assert done.returncode == 0, done.stderr
+    today = Calibration.load(tmp_path / "today")
+    for name, scale in today.scales.items():
+        factor = 2 if name.endswith((".input_scale", "_e4m3")) else 1
+        np.testing.assert_array_equal(scale, factor * static.scales[name], err_msg=name)
+    assert any("8,000 tokens of live traffic" in x for x in today.manifest.details["warnings"])
+
+    with pytest.raises(ArtifactError, match="another calibration of the same model and recipe"):
+        read_live(tmp_path / "live", today)
+    count_live(today, tmp_path / "later", octaves=0)
+    assert not compare_live(today, read_live(tmp_path / "later", today)).drifted
+
+
+def test_few_live_windows_are_refused(origin: Calibration, tmp_path: Path) -> None:
+    count_live(origin, tmp_path / "live", octaves=0, windows=7)
+    with pytest.raises(ConfigError, match=r"7,000 live tokens in 7 windows are too few"):
+        rescale(origin.path, tmp_path / "out", recipe=STATIC, histograms=tmp_path / "live")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,275 @@
+"""The vLLM plugin in a worker that has vLLM's methods; tests/integration/test_drift.py has vLLM."""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import serve.vllm_counting.plugin as plugin
+from octet.artifacts.live import read_live
+from octet.artifacts.manifest import Manifest, software, write_artifact
+from octet.artifacts.provenance import ModelIdentity
+from octet.errors import ConfigError
+from octet.model.checkpoint import Checkpoint
+from octet.model.spec import ModelSpec
+from octet.recipe import Recipe
+from serve import vllm_counting
+
+CALIBRATION = "c" * 64
+PADDING = 3  # rows that vLLM adds to a step
+
+
+class Layer(torch.nn.Module):
+    """A module that gets what vLLM's gives its own, and computes nothing."""
+
+    def forward(self, *given: torch.Tensor) -> None:
+        pass
+
+
+class Model(torch.nn.Module):
+    """vLLM's names: q, k and v are one linear layer, gate and up another."""
+
+    def __init__(self, spec: ModelSpec, prefix: str = "model") -> None:
+        super().__init__()
+        self.spec = spec
+        self.skipped: frozenset[str] = frozenset()  # these are not computed
+        names = []
+        for index in range(spec.layers):
+            block = f"{prefix}.layers.{index}"
+            names += [f"{block}.self_attn.{x}" for x in ("qkv_proj", "attn", "o_proj")]
+            names += [f"{block}.mlp.{x}" for x in ("gate_up_proj", "down_proj")]
+        for name in names:
+            at: torch.nn.Module = self
+            *parents, last = name.split(".")
+            for parent in parents:
+                if parent not in dict(at.named_children()):
+                    at.add_module(parent, torch.nn.Module())
+                at = at.get_submodule(parent)
+            at.add_module(last, Layer())
+        self.names = names
+
+    def forward(self, rows: int) -> None:
+        spec = self.spec
+        heads = spec.kv_heads * spec.head_dim
+        for name in self.names:
+            last = name.rpartition(".")[2]
+            if last in self.skipped:
+                continue
+            widths = {"attn": (512, heads, heads), "down_proj": (512,)}.get(last, (256,))
+            self.get_submodule(name)(*(torch.ones(rows, x).bfloat16() for x in widths))
+
+
+class Vllm:
+    """What the plugin knows of vLLM."""
+
+    def __init__(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+        self.graphs: list[str] = []  # how each step was dispatched
+
+        class Dispatcher:
+            def dispatch(self, num_tokens: int, valid_modes: Any = None) -> str:
+                return "graph" if valid_modes is None else ",".join(valid_modes)
+
+        class Worker:
+            rank = 0
+            device = torch.device("cpu")
+
+            def __init__(worker, instance: str = "12ab3", replica: int = 0) -> None:
+                worker.vllm_config = SimpleNamespace(
+                    model_config=SimpleNamespace(model=str(checkpoint), enforce_eager=True),
+                    parallel_config=SimpleNamespace(data_parallel_index=replica),
+                    instance_id=instance,
+                )
+
+            def load_model(worker) -> None:
+                worker.model_runner = SimpleNamespace(get_model=lambda: model)
+
+            def execute_model(worker, scheduled: Any) -> str:
+                tokens = scheduled.total_num_scheduled_tokens
+                self.graphs.append(Dispatcher().dispatch(tokens))
+                if scheduled.fails:
+                    raise ValueError("out of memory")
+                model(tokens + PADDING)
+                return "output"
+
+        self.worker = Worker
+        modes = SimpleNamespace(CUDAGraphMode=SimpleNamespace(NONE="none"))
+        for name, module in {
+            "vllm.v1.cudagraph_dispatcher": SimpleNamespace(CudagraphDispatcher=Dispatcher),
+            "vllm.v1.worker.gpu_worker": SimpleNamespace(Worker=Worker),
+            "vllm.config": modes,
+        }.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def start(self, **given: Any) -> Any:
+        worker = self.worker(**given)
+        worker.load_model()
+        return worker
+
+
+def step(worker: Any, tokens: int, fails: bool = False) -> Any:
+    return worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=tokens, fails=fails))
+
+
+@pytest.fixture
+def spec(tiny_model: Path) -> ModelSpec:
+    return Checkpoint.open(tiny_model).spec
+
+
+@pytest.fixture
+def vllm(
+    tiny_model: Path, spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Vllm]]:
+    """vLLM with the plugin, which counts every step into `live`, in windows of 8 tokens."""
+    with write_artifact(tmp_path / "checkpoint") as writer:
+        identity = ModelIdentity.of(Checkpoint.open(tiny_model))
+        writer.finish(
+            Manifest(
+                kind="checkpoint",
+                calibration=CALIBRATION,
+                model=identity,
+                recipe=Recipe.load("fp8"),
+                software=software(),
+            )
+        )
+    monkeypatch.setattr(plugin, "_worker", None)
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")  # the plugin sets it
+    monkeypatch.setenv("OCTET_COUNT", str(tmp_path / "live"))
+    monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1")
+    monkeypatch.setenv("OCTET_COUNT_WINDOW_TOKENS", "8")
+
+    def make(model: Any = None) -> Vllm:
+        found = Vllm(tmp_path / "checkpoint", monkeypatch, model or Model(spec))
+        vllm_counting.register()
+        return found
+
+    yield make
+
+
+def read(directory: Path, spec: ModelSpec) -> list[Any]:
+    """Reads the windows as of a calibration that observed inputs, keys and values."""
+    if plugin._worker is not None:
+        plugin._worker.live.close()
+    names = [linear.input for linear in spec.linears()]
+    names += [
+        f"{spec.layer(i)}.self_attn.{x}" for i in range(spec.layers) for x in ("key", "value")
+    ]
+    manifest = SimpleNamespace(identity=CALIBRATION)
+    calibration: Any = SimpleNamespace(manifest=manifest, observations=dict.fromkeys(names))
+    return read_live(directory, calibration)
+
+
+def test_vllm_finds_the_entry_point() -> None:
+    (entry,) = entry_points(group="vllm.general_plugins", name="octet_counting")
+    assert entry.load() is vllm_counting.register
+
+
+def test_without_a_directory_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTET_COUNT", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", None)
+    vllm_counting.register()  # would raise ImportError
+
+
+def test_every_tensor_is_counted_without_padding(
+    vllm: Callable[..., Vllm], spec: ModelSpec, tmp_path: Path
+) -> None:
+    worker = vllm().start()
+    assert [step(worker, tokens) for tokens in (5, 5, 0)] == ["output"] * 3
+    (window,) = read(tmp_path / "live", spec)
+    assert window.tokens == 10
+    widths = {linear.input: linear.in_features for linear in spec.linears()}
+    assert widths.keys() < window.names
+    for name in window.names:
+        width = widths.get(name, spec.kv_heads * spec.head_dim)
+        assert window.counts(name)[0x3F80] == window.counts(name).sum() == 10 * width  # of ones
+
+
+def test_of_a_long_step_a_part_is_counted(
+    vllm: Callable[..., Vllm], spec: ModelSpec, tmp_path: Path
+) -> None:
+    step(vllm().start(), 1000)
+    (window,) = read(tmp_path / "live", spec)
+    assert 100 <= window.tokens <= 128
+    name = f"{spec.layer(0)}.self_attn.key"
+    assert window.counts(name).sum() == window.tokens * spec.kv_heads * spec.head_dim
+
+
+def test_only_counted_steps_run_without_graphs(
+    vllm: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1000000")
+    engine = vllm()
+    worker = engine.start()
+    for _ in range(3):
+        step(worker, 2)
+    assert engine.graphs == ["none", "graph", "graph"]
+
+
+def test_a_tensor_that_the_first_step_misses_is_an_error(
+    vllm: Callable[..., Vllm], spec: ModelSpec
+) -> None:
+    model = Model(spec)
+    model.skipped = frozenset({"attn"})
+    worker = vllm(model).start()
+    with pytest.raises(RuntimeError, match=r"counted nothing of 4 tensors, .*--enforce-eager"):
+        step(worker, 2)
+
+
+def test_a_step_that_fails_is_not_counted(
+    vllm: Callable[..., Vllm], spec: ModelSpec, tmp_path: Path
+) -> None:
+    worker = vllm().start()
+    with pytest.raises(ValueError, match="out of memory"):
+        step(worker, 100, fails=True)
+    step(worker, 8)
+    (window,) = read(tmp_path / "live", spec)
+    assert window.tokens == 8
+
+
+def test_replicas_of_one_vllm_keep_their_own_windows(
+    vllm: Callable[..., Vllm], spec: ModelSpec, tmp_path: Path
+) -> None:
+    """Data-parallel engines share vLLM's instance_id and the ranks of their workers."""
+    engine = vllm()
+    for replica in (0, 1):
+        step(engine.start(replica=replica), 8 + replica)
+        read(tmp_path / "live", spec)
+    assert sorted(x.tokens for x in read(tmp_path / "live", spec)) == [8, 9]
+
+
+def test_layers_of_other_names_are_refused(vllm: Callable[..., Vllm], spec: ModelSpec) -> None:
+    with pytest.raises(
+        ConfigError, match=r"q_proj: this vLLM has no such layer.*unset OCTET_COUNT"
+    ):
+        vllm(Model(spec, prefix="language_model")).start()
+
+
+def test_the_second_model_runner_needs_eager_mode(vllm: Callable[..., Vllm]) -> None:
+    worker = vllm().worker()
+    worker.use_v2_model_runner = True
+    worker.vllm_config.model_config.enforce_eager = False
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0 or --enforce-eager"):
+        worker.load_model()
+
+
+@pytest.mark.parametrize("name", ["ONE_STEP_IN", "WINDOW_TOKENS"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", ""])
+def test_no_positive_integer_is_refused(
+    vllm: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"OCTET_COUNT_{name}", value)
+    with pytest.raises(ConfigError, match=f"OCTET_COUNT_{name}={value}: give a positive integer"):
+        vllm().start()
+
+
+def test_rows_of_a_half_are_counted_by_their_own_codes(tmp_path: Path) -> None:
+    live: Any = SimpleNamespace(begin_step=lambda: True)
+    counts = plugin.WorkerCounts(live, {"x": ("input",)}, torch.device("cpu"))
+    counts.begin(2)
+    counts.add(0, torch.tensor([[1.0], [-1.0], [5.0]], dtype=torch.float16))
+    np.testing.assert_array_equal(np.flatnonzero(counts._counts[0]), [0x3C00])

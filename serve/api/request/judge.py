@@ -239,7 +239,9 @@ class _Copy:
             lease.succeeded()
             return found
         except BackendError as error:
-            lease.failed(error)
+            # A server that fails at scoring prompts may serve all clients well.
+            if not echo or error.kind in ("refused", "lost", "dead"):
+                lease.failed(error)
             raise
         except RequestError as error:
             raise _NotJudged("refused", f"{member.name}: {error}", lasting=True) from None

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from octet.errors import RequestError
+from octet.errors import BackendError, RequestError
 from serve.backends.base import LoadReport
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
@@ -229,6 +229,20 @@ async def test_a_reference_that_does_not_score_prompts_is_named() -> None:
         found = entry(served)
         assert found["copies"] == {"refused": 1}
         assert "ref-1: prompt log-probabilities are not supported" in found["problem"]
+
+
+async def test_a_reference_that_fails_at_scores_serves_its_clients_still() -> None:
+    async with judged(drawing(), drawing()) as served:
+        (member,) = served.gateway.pools["ref"].members
+
+        async def fail(_request: Any) -> Any:
+            raise BackendError("status 500")
+            yield
+
+        with patch.object(member.backend, "generate", fail):
+            await ask(served, 4)  # two failures of clients would eject it
+        assert entry(served)["copies"] == {"failed": 4}
+        assert member.standing == "in"
 
 
 async def test_requests_that_are_not_plain_text_are_not_copied() -> None:

@@ -240,9 +240,9 @@ async def test_a_reference_that_fails_at_scores_serves_its_clients_still() -> No
             yield
 
         with patch.object(member.backend, "generate", fail):
-            await ask(served, 4)  # two failures of clients would eject it
-        assert entry(served)["copies"] == {"failed": 4}
-        assert member.standing == "in"
+            await ask(served, 2)
+        assert entry(served)["copies"] == {"failed": 2}
+        assert not member.last_error  # nothing that counts towards an ejection
 
 
 async def test_requests_that_are_not_plain_text_are_not_copied() -> None:

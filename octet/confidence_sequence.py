@@ -1,13 +1,15 @@
 """Confidence sequences of a mean per token: intervals that stay valid however often one looks.
 
-Answers are independent; answer i has a sum sᵢ over nᵢ tokens, and the mean is θ = E[s] / E[n]. For
-a candidate m, a gambler bets on yᵢ = sᵢ - m·nᵢ, clipped to ±C. With any fraction f below 1, the
-wealth Πᵢ (1 + f·yᵢ/C) is a supermartingale if θ <= m: it ever reaches 40 with a probability of at
-most 1/40 (Ville's inequality). So does the mean of such wealths over several f. Then m is rejected
-as too low; bets on -yᵢ reject it as too high. (Waudby-Smith and Ramdas, "Estimating means of
-bounded random variables by betting", J. R. Statist. Soc. B 86 (2024) 1.)
+Answers are independent; answer i has a sum sᵢ over nᵢ tokens. For a candidate m, a gambler bets on
+yᵢ(m) = sᵢ - m·nᵢ, clipped to ±C. The interval is of θ with E[y(θ)] = 0, which is E[s] / E[n] if
+nothing is clipped. With any fraction f below 1, the wealth Πᵢ (1 + f·yᵢ(m)/C) is a supermartingale
+if θ <= m: it ever reaches 40 with a probability of at most 1/40 (Ville's inequality). So does the
+mean of such wealths over several f. Then m is rejected as too low; bets on -yᵢ reject it as too
+high. The wealth falls as m grows, so all wrong rejections at one side are one event: that of θ.
+(Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", J. R. Statist.
+Soc. B 86 (2024) 1.)
 
-The trap: the interval is of the mean of clipped bets. One answer counts as at most C.
+The trap: one answer counts as at most C. Large sums in a few answers leave θ below the mean.
 """
 
 import math

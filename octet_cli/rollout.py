@@ -1,5 +1,6 @@
 """`octet rollout`: takes a canary of a running gateway to all requests, share by share, or back."""
 
+import http.client
 import json
 import os
 import time
@@ -66,9 +67,12 @@ def _shares(steps: str) -> list[float]:
 
 def _followed(url: str, key_env: str, state: dict[str, Any], model: str) -> str:
     """Prints what happens until the rollout ends; returns how."""
-    printed, heard_at = 0, time.monotonic()
+    printed, heard_at, followed = 0, time.monotonic(), (state["pool"], state["began"])
     try:
         while True:
+            # A gateway that restarted knows its outcome alone, under the time of that.
+            if state["events"] and (state["pool"], state["began"]) != followed:
+                raise OctetError(f"{url}: another rollout has begun, of {state['pool']}")
             for event in state["events"][printed:]:
                 print(printable(f"{event['at']}  {state['pool']} {event['text']}"), flush=True)
             printed = max(printed, len(state["events"]))
@@ -104,12 +108,15 @@ def _call(method: str, url: str, key_env: str, body: Any = None) -> dict[str, An
             content = json.loads(response.read(_MOST))
     except urllib.error.HTTPError as error:
         raise ConfigError(f"{url}: {_message(error)}") from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         raise _Unreachable(f"{url}: no answer: {why}; is the gateway running there?") from None
     except ValueError:
         content = None
-    if not isinstance(content, dict) or not {"outcome", "events", "pool"} <= content.keys():
+    if (
+        not isinstance(content, dict)
+        or not {"outcome", "events", "pool", "began"} <= content.keys()
+    ):
         raise ConfigError(f"{url}: not the administration of a gateway of this version")
     return content
 

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from octet.errors import ConfigError, RequestError, nearest
 from serve.config import GatewayConfig, PoolConfig
 from serve.routing import Pool
+from serve.routing.judgement import Judgement
 from serve.telemetry.metrics import Metrics
 
 __all__ = ["MAX_STEPS", "Rollout", "Rollouts"]
@@ -74,6 +75,7 @@ class Rollout:
     reason: str = ""
     sent_back: bool = False  # by an administrator
     events: list[dict[str, Any]] = field(default_factory=list)
+    began: str = field(default_factory=lambda: datetime.now(UTC).isoformat())  # tells two apart
 
     def note(self, text: str) -> None:
         """Records what happens, for people."""
@@ -109,25 +111,29 @@ class Rollouts:
         self.apply(gateway.config)
 
     def apply(self, config: GatewayConfig) -> None:
-        """Drops records and rollouts of canaries that `config` does not list as they were."""
+        """Ends the rollouts of canaries that `config` does not list as they were.
+
+        `shares` has the records that count. The others stay in the file: they count again if the
+        same settings return, as they do after a restart.
+        """
         pools = config.all_pools
-        for key, record in list(self._records.items()):
-            model, pool = key
+        for (model, pool), record in self._records.items():
             listed = model in config.models and _lists(config, model, pool)
             if listed and record.settings == _settings(pools[pool]):
-                self.shares[key] = record.share
+                self.shares.setdefault((model, pool), record.share)  # that of a rollout stays
                 continue
-            del self._records[key]
-            self.shares.pop(key, None)
-            rollout = self._rollouts.get(model)
-            if rollout is not None and (rollout.pool, rollout.outcome) == (pool, "running"):
+            self.shares.pop((model, pool), None)
+            rollout = self._running(model)
+            if rollout is not None and rollout.pool == pool:
                 self._tasks[model].cancel()
                 self._finish(rollout, "rolled_back", "the configuration of the pool has changed")
-            _log.warning(
-                "models.%s: the outcome '%s' of the rollout of %s no longer counts, because the"
-                " pool's settings have changed: its share is that of the configuration file",
-                *(model, record.outcome, pool),
-            )
+                record.outcome, record.reason = rollout.outcome, rollout.reason
+            if listed:
+                _log.warning(
+                    "models.%s: the outcome '%s' of the rollout of %s does not count, because the"
+                    " pool's settings have changed: its share is that of the configuration file",
+                    *(model, record.outcome, pool),
+                )
 
     def start(
         self, model: str, pool: str, steps: Sequence[float], timeout_s: float
@@ -139,10 +145,9 @@ class Rollouts:
             raise _refused("steps: give at most 20 shares in ascending order, such as 0.1, 1")
         if steps[0] <= 0 or steps[-1] != 1:
             raise _refused("steps: each should be above 0, and the last should be 1")
-        before = self._records.get((model, pool))
-        if (running := self._rollouts.get(model)) and running.outcome == "running":
+        if (running := self._running(model)) is not None:
             raise _conflict(f"the pool '{running.pool}' is being rolled out for '{model}' already")
-        if before is not None and before.outcome == "promoted":
+        if self._promoted(model, pool):
             raise _conflict(f"the pool '{pool}' is promoted already: it gets all requests")
         rollout = Rollout(model, pool, tuple(steps), timeout_s)
         self._record(rollout, 0.0)
@@ -153,25 +158,26 @@ class Rollouts:
     def back(self, model: str) -> dict[str, Any]:
         """Sends a running or promoted rollout back; returns its state."""
         self._require_model(model)
-        rollout = self._rollouts.get(model)
-        if rollout is not None and rollout.outcome == "running":
+        if (rollout := self._running(model)) is not None:
             rollout.sent_back = True
             return self.state(model)
-        for (name, pool), record in self._records.items():
-            if name == model and record.outcome == "promoted":
+        for name, pool in self._records:
+            if name == model and self._promoted(model, pool):
                 self._end(Rollout(model, pool, (), 0.0), "an administrator sent it back")
                 return self.state(model)
         raise _conflict(f"nothing to send back: no canary of '{model}' is rolled out")
 
     def exceeded(self, pool: Pool) -> None:
         """Rolls back the canaries of `pool`, whose judge has ruled that it exceeds its limit."""
-        assert pool.judgement is not None
-        for model in self._gateway.config.models:
-            rollout = self._rollouts.get(model)
-            running = rollout and (rollout.pool, rollout.outcome) == (pool.name, "running")
-            if _lists(self._gateway.config, model, pool.name) and not running:
-                why = f"it exceeds its limit: {pool.judgement.sentence()}"
-                self._end(Rollout(model, pool.name, (), 0.0), why)
+        why = f"it exceeds its limit: {_judgement(pool).sentence()}"
+        for model, settings in self._gateway.config.models.items():
+            rollout = self._running(model)
+            if rollout is not None and rollout.pool == pool.name:
+                continue  # it finds out itself
+            for canary in settings.canary:
+                share = self.shares.get((model, canary.pool), canary.fraction)
+                if canary.pool == pool.name and share > 0:
+                    self._end(Rollout(model, pool.name, (), 0.0), why)
 
     def state(self, model: str) -> dict[str, Any]:
         """Returns the latest rollout of `model`. Raises RequestError (404) if there was none."""
@@ -187,19 +193,22 @@ class Rollouts:
         """Returns the latest rollout of `model`, or the record of an earlier process."""
         rollout = self._rollouts.get(model)
         if rollout is None:
-            records = [r for (name, _), r in self._records.items() if name == model]
+            records = [
+                r for key, r in self._records.items() if r.model == model and key in self.shares
+            ]
             if not records:
                 return None
             last = max(records, key=lambda record: record.at)
             found = last.model_dump(exclude={"settings"})
-            return found | {"steps": [], "events": []}
+            return found | {"began": last.at, "steps": [], "events": []}
         return {
             "model": model,
             "pool": rollout.pool,
             "share": self.shares.get((model, rollout.pool)),
             "outcome": rollout.outcome,
             "reason": rollout.reason,
-            "at": rollout.events[-1]["at"] if rollout.events else _now(),
+            "began": rollout.began,
+            "at": rollout.events[-1]["at"] if rollout.events else rollout.began,
             "steps": list(rollout.steps),
             "events": list(rollout.events),
         }
@@ -221,28 +230,25 @@ class Rollouts:
     async def _advanced(self, rollout: Rollout) -> str | None:
         """Takes the canary through every step; returns why it must go back, or None."""
         pool, key = self._gateway.pools[rollout.pool], (rollout.model, rollout.pool)
-        judgement = pool.judgement
-        assert judgement is not None
-        judgement.restart()  # what an earlier rollout found may have been repaired
+        _judgement(pool).restart()  # what an earlier rollout found may have been repaired
         rollout.note("waits until a backend of the pool is proven and ready")
         why = await self._reached(rollout, pool, lambda: pool.ready, starting=True)
         for share in (0.0, *rollout.steps):
             if why is not None:
                 return why
-            judgement.restart()
+            _judgement(pool).restart()
             self.shares[key] = share
             clients = f"a share of {share:g} of the requests" if share else "copies alone"
             rollout.note(f"gets {clients}")
-            why = await self._reached(rollout, pool, lambda: judgement.ruling == "within")
+            why = await self._reached(rollout, pool, lambda: _judgement(pool).ruling == "within")
             if why is None:
-                rollout.note(f"is within its limit: {judgement.sentence()}")
+                rollout.note(f"is within its limit: {_judgement(pool).sentence()}")
         return why
 
     async def _reached(
         self, rollout: Rollout, pool: Pool, goal: Callable[[], bool], *, starting: bool = False
     ) -> str | None:
         """Waits for `goal`; returns why it is not reached, or None."""
-        assert pool.judgement is not None
         began = ready_at = time.monotonic()
         while True:
             now = time.monotonic()
@@ -259,13 +265,14 @@ class Rollouts:
                 late = f"not decided within {rollout.timeout_s:g} s"
                 if starting:
                     return f"{late}: no backend of the pool serves ({_standings(pool)})"
-                copies = ", ".join(f"{n} {name}" for name, n in pool.judgement.outcomes.items())
-                return f"{late}: {pool.judgement.sentence()}; copies so far: {copies or 'none'}"
+                copies = ", ".join(f"{n} {name}" for name, n in _judgement(pool).outcomes.items())
+                return f"{late}: {_judgement(pool).sentence()}; copies so far: {copies or 'none'}"
             await asyncio.sleep(_POLL_S)
 
     def _end(self, rollout: Rollout, why: str | None) -> None:
         """Promotes the canary, or rolls it back because of `why`."""
-        self._rollouts[rollout.model] = rollout
+        if self._running(rollout.model) is None:  # else it is of another canary, and goes on
+            self._rollouts[rollout.model] = rollout
         if why is None:
             rollout.outcome = "promoted"
             try:
@@ -278,8 +285,14 @@ class Rollouts:
         try:
             self._record(rollout, 0.0)
         except RequestError as error:
+            key = rollout.model, rollout.pool
+            self._records[key], self.shares[key] = (
+                _recorded(rollout, 0.0, self._gateway.config),
+                0.0,
+            )
+            if str(error) != why:
+                why += f"; a restart may undo this: {error}"
             _log.error("%s", error)
-            self.shares[rollout.model, rollout.pool] = 0.0
         self._finish(rollout, "rolled_back", why)
 
     def _finish(self, rollout: Rollout, outcome: Outcome, reason: str) -> None:
@@ -292,20 +305,20 @@ class Rollouts:
     def _record(self, rollout: Rollout, share: float) -> None:
         """Writes the file, then sets the share. Raises RequestError (503) if it is not written."""
         key = rollout.model, rollout.pool
-        record = _Record(
-            model=rollout.model,
-            pool=rollout.pool,
-            share=share,
-            outcome=rollout.outcome,
-            reason=rollout.reason,
-            at=_now(),
-            settings=_settings(self._gateway.config.all_pools[rollout.pool]),
-        )
-        records = self._records | {key: record}
+        records = self._records | {key: _recorded(rollout, share, self._gateway.config)}
         if self._path is not None:
             _write(self._path, _Document(canaries=list(records.values())))
         self._records = records
         self.shares[key] = share
+
+    def _running(self, model: str) -> Rollout | None:
+        rollout = self._rollouts.get(model)
+        return rollout if rollout is not None and rollout.outcome == "running" else None
+
+    def _promoted(self, model: str, pool: str) -> bool:
+        """Returns whether the pool is promoted, and its record counts."""
+        record = self._records.get((model, pool))
+        return record is not None and record.outcome == "promoted" and (model, pool) in self.shares
 
     def _require_model(self, model: str) -> None:
         models = self._gateway.config.models
@@ -342,10 +355,15 @@ def _lists(config: GatewayConfig, model: str, pool: str) -> bool:
     return any(canary.pool == pool for canary in config.models[model].canary)
 
 
+def _judgement(pool: Pool) -> Judgement:
+    """Returns the present one: a reload that changes only a backend's key makes it anew."""
+    assert pool.judgement is not None
+    return pool.judgement
+
+
 def _fault(pool: Pool) -> str | None:
     """Returns why the pool must not go on, or None."""
-    judgement = pool.judgement
-    assert judgement is not None
+    judgement = _judgement(pool)
     if judgement.ruling == "exceeds":
         return f"it exceeds its limit: {judgement.sentence()}"
     refused = [m.proof for m in pool.members if m.standing == "refused" and m.proof is not None]
@@ -364,6 +382,18 @@ def _settings(pool: PoolConfig) -> str:
     """Hashes the settings that decide what a pool serves, and how it is judged."""
     found = pool.model_dump(mode="json", include={"backends", "discover", "proof", "judge"})
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _recorded(rollout: Rollout, share: float, config: GatewayConfig) -> _Record:
+    return _Record(
+        model=rollout.model,
+        pool=rollout.pool,
+        share=share,
+        outcome=rollout.outcome,
+        reason=rollout.reason,
+        at=_now(),
+        settings=_settings(config.all_pools[rollout.pool]),
+    )
 
 
 def _read(path: Path) -> _Document:

@@ -16,7 +16,8 @@ from serve.config import Judge
 
 __all__ = ["Judgement", "Outcome", "Ruling"]
 
-# undecided: the interval contains the limit; within: it lies wholly below; exceeds: wholly above
+# exceeds: the interval lies wholly above the limit; within: wholly below, and so does the plain
+# mean, of which no answer is clipped; undecided: neither
 Ruling: TypeAlias = Literal["undecided", "within", "exceeds"]
 # Why a copy was not judged, if it was not:
 #   unavailable, busy   one of the two pools has no free backend that may serve, or a queue
@@ -119,11 +120,10 @@ class Judgement:
         kl, before = self._kl.now, self.ruling
         if kl.low > self.low or kl.high <= self.low:
             self.low = kl.low
-        if kl.low >= self.config.max_kl:
-            self.ruling = "exceeds"
-        elif kl.high <= self.config.max_kl:
-            self.ruling = "within"
-        decided = kl.low >= self.config.max_kl or kl.high <= self.config.max_kl
+        exceeds = kl.low >= self.config.max_kl
+        within = kl.high <= self.config.max_kl and kl.mean <= self.config.max_kl
+        if decided := exceeds or within:
+            self.ruling = "exceeds" if exceeds else "within"
         if kl.answers >= (min(_LEAST, self.config.window) if decided else self.config.window):
             self._ended = kl, self._agreement.now
             self._renew()
@@ -139,10 +139,11 @@ class Judgement:
     def sentence(self) -> str:
         """Returns the figures, for people."""
         kl = self.kl
+        mean = f" (plain mean {kl.mean:.4g})" if kl.tokens else ""
         return (
             f"{kl.answers} answers ({kl.tokens} tokens) diverge by {_bound(kl.low)} to"
-            f" {_bound(kl.high)} nats per token from pool {self.config.reference}; the limit is"
-            f" {self.config.max_kl:g}"
+            f" {_bound(kl.high)} nats per token from pool {self.config.reference}{mean};"
+            f" the limit is {self.config.max_kl:g}"
         )
 
     def as_json(self) -> dict[str, Any]:

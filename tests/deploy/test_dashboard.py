@@ -144,10 +144,7 @@ def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, se
         "octet_calibration_drifted",
         "octet_calibration_live_until_seconds",
         "octet_calibration_misfits",
-        "octet_judged_agreement",  # only of judged pools; an alert tells of a ruling
-        "octet_judged_copies_total",
-        "octet_judged_divergence_nats",
-        "octet_judged_ruling",
+        "octet_judged_ruling",  # an alert tells of it
         "octet_pool_ready",
         "octet_reloads_total",
         "octet_rollouts_total",

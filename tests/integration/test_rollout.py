@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ MODEL = "python-lm"
 LAYER = 3
 JUDGE = {
     "reference": "bf16",
-    "max_kl": 0.1,
+    "max_kl": 0.2,  # a limit far from both is decided soon
     "share": 1.0,
     "answer_tokens": 16,
     "tokens_per_minute": 1_000_000,
@@ -61,7 +62,7 @@ class Fleet:
             "listen": {"port": self.port},
             "models": {MODEL: {"pool": "main", "canary": [{"pool": "next", "fraction": 0}]}},
             "pools": {
-                "main": pool("right", proof={"golden": str(self.export)}),
+                "main": pool("right", proof={"enabled": False}),
                 "bf16": pool("bf16", proof={"golden": str(self.export), "weights": "original"}),
                 "next": pool(canary, proof={"enabled": False}, judge=JUDGE),
             },
@@ -83,9 +84,9 @@ def fleet(
     """`start_vllm` says whether the servers can run; these are of this module alone."""
     fleet = Fleet(exports, tmp_path_factory.mktemp("rollout"))
     fleet.port, fleet.admin_port = free_port(), free_port()
-    with ExitStack() as stack:
-        for server in fleet.servers.values():
-            stack.enter_context(server)
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        # A server waits for its imports more than it computes: together they start sooner.
+        list(threads.map(stack.enter_context, fleet.servers.values()))
         yield fleet
 
 
@@ -115,7 +116,7 @@ async def asking(fleet: Fleet, answered: Counter[str]) -> AsyncIterator[None]:
 
 async def octet_rollout(fleet: Fleet) -> subprocess.CompletedProcess[str]:
     url = f"http://127.0.0.1:{fleet.admin_port}"
-    words = ["rollout", MODEL, "next", "--gateway", url, "--steps", "0.5,1", "--timeout", "900"]
+    words = ["rollout", MODEL, "next", "--gateway", url, "--steps", "1", "--timeout", "600"]
     command = [sys.executable, "-m", "octet", *words]
     return await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, env=os.environ
@@ -128,47 +129,39 @@ async def status_of(fleet: Fleet) -> Any:
         return await response.json()
 
 
-async def test_no_client_gets_a_token_of_a_corrupted_checkpoint(fleet: Fleet) -> None:
+async def test_a_corrupted_checkpoint_goes_back_and_a_good_one_is_promoted(fleet: Fleet) -> None:
+    """Clients get no token of the first, and after a restart all of the second's."""
     answered: Counter[str] = Counter()
     config = fleet.configure("broken")
     with GatewayServer(config=config, port=fleet.port, log=fleet.directory / "gateway.log") as it:
         async with asking(fleet, answered):
             done = await octet_rollout(fleet)
-        print(done.stdout)
-        assert done.returncode == 1, done.stderr
-        assert "rolled back: it exceeds its limit: " in done.stdout
-        assert "gets a share" not in done.stdout
-        assert answered.keys() == {"main"}
-        status = await status_of(fleet)
-        judged = status["pools"]["next"]["judged"]
-        assert judged["ruling"] == "exceeds" and judged["kl_interval"][0] >= 0.1
-        assert judged["problem"] is None
+            print(done.stdout)
+            assert done.returncode == 1, done.stderr
+            assert "rolled back: it exceeds its limit: " in done.stdout
+            assert "gets a share" not in done.stdout
+            assert answered.keys() == {"main"}
+            judged = (await status_of(fleet))["pools"]["next"]["judged"]
+            assert judged["ruling"] == "exceeds" and judged["kl_interval"][0] >= JUDGE["max_kl"]
+            assert judged["problem"] is None
 
-        # A restart of the gateway does not give it requests, either.
-        it.stop()
-        it.start()
-        answered.clear()
-        async with asking(fleet, answered):
-            await asyncio.sleep(3)
-        assert answered.keys() == {"main"}
-        rollout = (await status_of(fleet))["models"][MODEL]["rollout"]
-        assert (rollout["outcome"], rollout["share"]) == ("rolled_back", 0.0)
-
-
-async def test_a_good_checkpoint_is_promoted_and_stays_so(fleet: Fleet) -> None:
-    answered: Counter[str] = Counter()
-    config = fleet.configure("right")
-    with GatewayServer(config=config, port=fleet.port, log=fleet.directory / "gateway.log") as it:
-        async with asking(fleet, answered):
+            fleet.configure("right")
+            async with aiohttp.ClientSession() as session:
+                url = f"http://127.0.0.1:{fleet.admin_port}/admin/reload"
+                async with session.post(url) as response:
+                    assert response.status == 200, await response.text()
+            assert answered.keys() == {"main"}  # the other checkpoint starts without a request
             done = await octet_rollout(fleet)
             print(done.stdout)
             assert (done.returncode, done.stderr) == (0, "")
-        assert {"main", "next"} <= answered.keys()
+        assert answered.keys() == {"main", "next"}
         judged = (await status_of(fleet))["pools"]["next"]["judged"]
         assert judged["ruling"] == "within" and judged["agreement"] > 0.8
+
         it.stop()
         it.start()
         answered.clear()
         async with asking(fleet, answered):
-            await asyncio.sleep(3)
+            while answered.total() < 8:
+                await asyncio.sleep(0.1)
         assert answered.keys() == {"next"}

@@ -100,3 +100,26 @@ async def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert message in done.stderr
         monkeypatch.setenv("OCTET_ADMIN_KEY", "wrong")
         assert "administration needs its key" in (await run("m", "next")).stderr
+
+
+def test_what_is_no_gateway_is_named() -> None:
+    for url, message in (
+        ("http://127.0.0.1:x", "no answer: nonnumeric port"),
+        ("http://127.0.0.1:9", "is the gateway running there?"),
+    ):
+        done = octet("rollout", "m", "next", "--gateway", url)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert message in done.stderr
+
+
+def test_a_rollout_that_another_one_followed_is_not_taken_for_it() -> None:
+    """A second administrator may begin one between two looks."""
+    event = {"at": "2026-11-27T00:00:00+00:00", "text": "gets copies alone"}
+    states = [
+        {"pool": pool, "began": began, "outcome": outcome, "reason": "", "events": [event]}
+        for pool, began, outcome in (("a", "1", "running"), ("b", "2", "promoted"))
+    ]
+    with patch("octet_cli.rollout._call", side_effect=states):
+        done = octet("rollout", "m", "a")
+    assert done.returncode == 2
+    assert "another rollout has begun, of b" in done.stderr

@@ -158,10 +158,11 @@ class _Copy:
         total, agreed = 0.0, 0
         for ours, theirs in zip(drawn, scored, strict=False):
             q, p = ours.chosen.logprob, theirs.chosen.logprob
-            if p is None or not math.isfinite(p):
+            if p is None or math.isnan(p):
                 raise _NotJudged("failed")
-            if q is None or not math.isfinite(q):
-                total = math.inf  # NaN is no distribution: as far from the reference as can be
+            # NaN is no distribution, and what the reference never draws makes the divergence inf.
+            if q is None or not math.isfinite(q) or math.isinf(p):
+                total = math.inf
                 break
             total += q - p
             agreed += bool(ours.top and theirs.top and _likeliest(ours) == _likeliest(theirs))
@@ -170,7 +171,8 @@ class _Copy:
             level = logging.WARNING if judgement.ruling == "exceeds" else logging.INFO
             line = "pool %s is judged: %s (%s before): %s"
             _log.log(level, line, self.pool.name, judgement.ruling, before, judgement.sentence())
-            if judgement.ruling == "exceeds":
+            # A reload may have given the pool other backends, and a judgement of those.
+            if judgement.ruling == "exceeds" and judgement is self.pool.judgement:
                 self.rollouts.exceeded(self.pool)
 
     def _member(self, pool: Pool) -> Member:
@@ -237,7 +239,9 @@ class _Copy:
             lease.succeeded()
             return found
         except BackendError as error:
-            lease.failed(error)
+            # A server that fails at scoring prompts may serve all clients well.
+            if not echo or error.kind in ("refused", "lost", "dead"):
+                lease.failed(error)
             raise
         except RequestError as error:
             raise _NotJudged("refused", f"{member.name}: {error}", lasting=True) from None

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from serve.config.checks import load_config
 from serve.gateway import rollout as rollout_file
 from serve.gateway.rollout import Rollouts
 from serve.gateway.status import status as status_of
+from serve.routing import Pool
+from serve.routing.judgement import Judgement
 from serve.telemetry.metrics import Metrics
+from tests.fakes import FakeRunner, fake_backend
 from tests.serve.in_process import Client
 from tests.serve.judging import BODY, JUDGE, drawing, judged
 from tests.serve.waiting import until
@@ -203,6 +206,39 @@ async def test_one_rollout_at_a_time_and_it_can_be_sent_back(tmp_path: Path) -> 
         assert rollouts.state("m")["reason"] == "an administrator sent it back"
 
 
+async def test_a_reload_in_the_middle_changes_no_share(tmp_path: Path) -> None:
+    """Not even one that makes the judgement anew, as another key for a backend does."""
+    async with rolling(tmp_path) as (served, _):
+        gateway = served.gateway
+        gateway.rollouts.start("m", "next", [0.5, 1.0], 60.0)
+        await until(lambda: gateway.rollouts.shares["m", "next"] == 0.5)
+        pool = gateway.pools["next"]
+        assert pool.config.judge is not None
+        pool.judgement = Judgement(pool.config.judge)
+        gateway.rollouts.apply(gateway.config)
+        assert gateway.rollouts.shares["m", "next"] == 0.5
+        await until(lambda: ended(served))
+        assert gateway.rollouts.state("m")["outcome"] == "promoted"
+
+
+async def test_a_canary_that_exceeds_hides_no_rollout_of_another(tmp_path: Path) -> None:
+    gateway = stand_in(tmp_path, others={"other": 0.1, "idle": 0.0})
+    for name in ("next", "other", "idle"):
+        backends = [fake_backend(FakeRunner())]
+        gateway.pools[name] = Pool.of(name, backends, gateway.config.pools[name])
+    rollouts = Rollouts(gateway)
+    rollouts.shares["m", "other"] = 0.0
+    rollouts.start("m", "next", [1.0], 60.0)
+    rollouts.shares["m", "other"] = 0.1
+    for name in ("other", "idle"):
+        rollouts.exceeded(gateway.pools[name])
+    assert rollouts.shares == {("m", "next"): 0.0, ("m", "other"): 0.0}
+    assert rollouts.state("m")["pool"] == "next"
+    with pytest.raises(RequestError, match="'next' is being rolled out"):
+        rollouts.start("m", "other", [1.0], 60.0)
+    await rollouts.close()
+
+
 @pytest.mark.parametrize(
     ("model", "pool", "steps", "message"),
     [
@@ -235,12 +271,21 @@ class StandIn:
 
 
 def stand_in(
-    tmp_path: Path | None, *, url: str = "http://a", judge: bool = True, processes: int = 1
+    tmp_path: Path | None,
+    *,
+    url: str = "http://a",
+    judge: bool = True,
+    processes: int = 1,
+    others: Mapping[str, float] | None = None,
 ) -> Any:
+    """`others`: the shares of more canaries."""
+    shares = {"next": 0.0} | dict(others or {})
     backends = [{"type": "vllm", "url": url}]
-    pools = {name: {"backends": backends} for name in ("main", "ref", "next")}
-    pools["next"] |= {"judge": JUDGE} if judge else {}
-    model = {"pool": "main", "canary": [{"pool": "next", "fraction": 0.0}]}
+    pools: dict[str, Any] = {name: {"backends": backends} for name in ("main", "ref", *shares)}
+    for name in shares:
+        pools[name] |= {"judge": JUDGE} if judge else {}
+    canary = [{"pool": name, "fraction": share} for name, share in shares.items()]
+    model = {"pool": "main", "canary": canary}
     admin = {} if tmp_path is None else {"rollouts_file": str(tmp_path / "rollouts.json")}
     content = {"models": {"m": model}, "pools": pools, "admin": admin}
     return StandIn(GatewayConfig.model_validate(content), processes)
@@ -283,7 +328,32 @@ def test_an_outcome_does_not_count_for_other_backends(
     """Behind the pool's name may be another checkpoint: its share is the file's."""
     write(tmp_path, "promoted", 1.0)
     assert Rollouts(stand_in(tmp_path, url="http://b")).shares == {}
-    assert "no longer counts" in caplog.text
+    assert "does not count" in caplog.text
+
+
+def test_an_outcome_counts_again_once_the_settings_are_back(tmp_path: Path) -> None:
+    """As after a restart: the file says what counts, and a reload does not forget it."""
+    write(tmp_path, "promoted", 1.0)
+    gateway = stand_in(tmp_path)
+    rollouts = Rollouts(gateway)
+    rollouts.apply(stand_in(tmp_path, url="http://b").config)
+    assert rollouts.shares == {} and rollouts.status("m") is None
+    with pytest.raises(RequestError, match="nothing to send back"):
+        rollouts.back("m")
+    rollouts.apply(gateway.config)
+    assert rollouts.shares == {("m", "next"): 1.0}
+
+
+def test_a_canary_goes_back_even_if_the_file_cannot_be_written(tmp_path: Path) -> None:
+    """And the administrator hears that a restart would undo it."""
+    write(tmp_path, "promoted", 1.0)
+    rollouts = Rollouts(stand_in(tmp_path))
+    with patch("os.replace", side_effect=OSError(28, "No space left on device")):
+        state = rollouts.back("m")
+    assert (state["outcome"], state["share"]) == ("rolled_back", 0.0)
+    assert "a restart may undo this" in state["reason"] and "No space left" in state["reason"]
+    with pytest.raises(RequestError, match="nothing to send back"):
+        rollouts.back("m")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"version": 2, "canaries": []}', '{"a": 1}'])

@@ -3,15 +3,17 @@
 import asyncio
 import hashlib
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from octet.errors import RequestError
+from octet.errors import BackendError, RequestError
 from serve.backends.base import LoadReport
 from serve.backends.openai_http import OpenAiHttpBackend
 from serve.config import HttpConfig
 from serve.gateway.status import status as status_of
+from serve.routing.judgement import Judgement
 from tests.fake_servers import FakeOpenAI, running
 from tests.fakes import VOCABULARY, FakeRunner, fake_backend
 from tests.serve.in_process import Client
@@ -68,6 +70,32 @@ async def test_a_model_of_nan_is_felt_by_no_client() -> None:
     async with judged(drawing(), drawing(), canary=wrong) as served:
         await ask(served, 2)
         assert entry(served, "next")["copies"] == {"failed": 2}
+
+
+async def test_a_token_that_the_reference_never_draws_counts_in_full() -> None:
+    """Skipping such answers would hide the worst ones."""
+    never = np.zeros(VOCABULARY, np.float32)
+    never[97:107] = -np.inf
+    reference = fake_backend(FakeRunner(model=lambda seen: never))
+    async with judged(drawing(), reference) as served:
+        await ask(served, 40)
+        found = entry(served)
+    assert found["copies"]["judged"] == found["answers"] and found["answers"] >= 15
+    assert (found["ruling"], found["kl"]) == ("exceeds", None)
+
+
+async def test_a_copy_from_before_a_reload_rolls_nothing_back() -> None:
+    """The pool may have other backends now, of another checkpoint."""
+    async with judged(drawing(4.0), drawing()) as served:
+        pool = served.gateway.pools["main"]
+        old = pool.judgement
+        assert old is not None
+        with patch.object(served.gateway.rollouts, "exceeded") as exceeded:
+            assert (await served.request("/v1/completions", BODY)).status == 200
+            old.add = lambda *_: setattr(old, "ruling", "exceeds") or True  # type: ignore
+            pool.judgement = Judgement(old.config)
+            await until(lambda: not served.gateway.background)
+        assert old.ruling == "exceeds" and not exceeded.called
 
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
@@ -201,6 +229,20 @@ async def test_a_reference_that_does_not_score_prompts_is_named() -> None:
         found = entry(served)
         assert found["copies"] == {"refused": 1}
         assert "ref-1: prompt log-probabilities are not supported" in found["problem"]
+
+
+async def test_a_reference_that_fails_at_scores_serves_its_clients_still() -> None:
+    async with judged(drawing(), drawing()) as served:
+        (member,) = served.gateway.pools["ref"].members
+
+        async def fail(_request: Any) -> Any:
+            raise BackendError("status 500")
+            yield
+
+        with patch.object(member.backend, "generate", fail):
+            await ask(served, 2)
+        assert entry(served)["copies"] == {"failed": 2}
+        assert not member.last_error  # nothing that counts towards an ejection
 
 
 async def test_requests_that_are_not_plain_text_are_not_copied() -> None:

@@ -64,13 +64,14 @@ def drift(
     """
     if metrics is not None and not metrics.parent.is_dir():
         raise ConfigError(f"{metrics}: there is no directory {metrics.parent}")
-    with held_back():
-        from calibrate.drift import compare_live
-        from octet.artifacts.calibration import Calibration
-        from octet.artifacts.live import read_live
+    from octet.artifacts.calibration import Calibration
+    from octet.artifacts.live import read_live
 
     opened = Calibration.load(calibration)
     windows = read_live(live, opened)
+    with held_back():
+        from calibrate.drift import compare_live
+
     found = compare_live(opened, windows, false_alarms=false_alarms)
     if metrics is not None:
         write_page(metrics, _prometheus(opened, found))

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Counting:
-    """What to count, and where to keep it."""
+    """Says which steps are counted, and where the counts are kept."""
 
     directory: Path
     one_step_in: int = 100  # steps of the engine
@@ -54,7 +54,7 @@ class Counting:
 
 
 class LiveRecord(BaseModel):
-    """What a file of live histograms is of: its metadata."""
+    """Describes a file of live histograms: its metadata."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,4 +1,4 @@
-"""What a configuration becomes under Ray Serve: its deployments, and what their replicas need."""
+"""Plans the deployments of a configuration under Ray Serve, and what their replicas need."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ _LONGEST = 1000  # characters of a message
 
 @dataclass(frozen=True)
 class Report:
-    """What a pod's condition and annotations should say."""
+    """Holds the condition and annotations that a pod should have."""
 
     status: Literal["True", "False"]
     reason: str  # in CamelCase, for machines

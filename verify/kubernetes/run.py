@@ -14,7 +14,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from serve.config import Health, Logs, PoolConfig
-from serve.config.proof import Proof
 from serve.gateway.collector import backend_metrics
 from serve.proof.golden_exam import GoldenExam
 from serve.run import bind
@@ -51,16 +50,7 @@ def prove_pods(options: Options) -> None:
     Raises OctetError if the artifact, the cluster or the credentials cannot be used at the start.
     """
     query = options.query
-    proof = Proof(
-        golden=query.golden,
-        key=query.key,
-        weights=query.weights,
-        kv_cache=query.kv_cache,
-        engine=query.engine,
-        device=query.device,
-        every_s=options.every_s,
-        share=options.share,
-    )
+    proof = query.proof(every_s=options.every_s, share=options.share)
     exam = GoldenExam.load(query.golden, proof)
     cluster = find_cluster(options.kubeconfig, options.context)
     namespace = options.namespace or cluster.namespace

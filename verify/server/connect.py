@@ -4,7 +4,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from octet.recipe import KvCacheDtype
 if TYPE_CHECKING:
     from serve.backends.base import Backend
     from serve.config import BackendConfig, HttpConfig
+    from serve.config.proof import Proof
 
 __all__ = ["SCHEMES", "Query", "http_config", "reached"]
 
@@ -41,6 +42,20 @@ class Query:
     every_prompt: bool = False
     concurrency: int = 8
     timeout_s: float = 120.0
+
+    def proof(self, **schedule: Any) -> "Proof":
+        """Returns how the server is proven, as a gateway's configuration says it."""
+        from serve.config.proof import Proof
+
+        return Proof(
+            golden=self.golden,
+            key=self.key,
+            weights=self.weights,
+            kv_cache=self.kv_cache,
+            engine=self.engine,
+            device=self.device,
+            **schedule,
+        )
 
 
 async def reached(query: Query) -> "Backend":

@@ -79,20 +79,11 @@ def require_proven(query: Query, *, console: Console | None = None) -> str:
 
 
 async def _check(query: Query, console: Console | None) -> "ServerReport":
-    from serve.config.proof import Proof
     from serve.proof.engine_report import engine_report, structural_findings
     from serve.proof.golden_exam import GoldenExam
     from verify.server.report import ServerReport
 
-    settings = Proof(
-        golden=query.golden,
-        key=query.key,
-        weights=query.weights,
-        kv_cache=query.kv_cache,
-        engine=query.engine,
-        device=query.device,
-    )
-    exam = GoldenExam.load(query.golden, settings)
+    exam = GoldenExam.load(query.golden, query.proof())
     backend = await reached(query)
     try:
         before, engine = await backend.incarnation(), await engine_report(backend)

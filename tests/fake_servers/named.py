@@ -6,9 +6,10 @@ from typing import Any
 
 from serve.engine.request import Delta, Finished
 
-__all__ = ["NAMED", "NamedAnswer", "chat_of"]
+__all__ = ["LAST_EVENTS", "NAMED", "NamedAnswer", "chat_of"]
 
 NAMED = ("/v1/responses", "/v1/messages")
+LAST_EVENTS = (b"event: response.completed\n", b"event: message_stop\n")
 
 
 def chat_of(path: str, body: dict[str, Any]) -> dict[str, Any]:

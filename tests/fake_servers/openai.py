@@ -14,7 +14,7 @@ from serve.engine.request import Delta, Finished, GenerateRequest
 from tests.fake_servers.base import FakeServer, asked, fault_of
 from tests.fake_servers.choices import chunk_of, streamed_choice, usage_of, whole_choice
 from tests.fake_servers.flavours import FLAVOURS
-from tests.fake_servers.named import NAMED, NamedAnswer, chat_of
+from tests.fake_servers.named import LAST_EVENTS, NAMED, NamedAnswer, chat_of
 
 __all__ = ["FakeOpenAI"]
 
@@ -210,11 +210,13 @@ class FakeOpenAI(FakeServer):
         deltas = 0
         async for line in named.events(events):
             deltas += b"delta" in line
-            if deltas == 3 and fault in ("!die", "!midreset"):
+            # At the last event at the latest: a sampled answer may end after one token.
+            due = deltas == 3 or line.startswith(LAST_EVENTS)
+            if due and fault in ("!die", "!midreset"):
                 await response.write(line[:25])
                 await asyncio.sleep(0.01)
                 return _break(request, reset=fault == "!midreset")
-            if deltas == 3 and fault == "!inside":
+            if due and fault == "!inside":
                 await response.write(named.fault())
                 return None
             await response.write(line)
@@ -237,13 +239,14 @@ class FakeOpenAI(FakeServer):
             for choice in streamed_choice(event, body, self.flavour, first=count == 0):
                 count += 1
                 line = self.flavour.event(count, chunk_of(body, [choice], self.flavour))
-                if count == 3 and fault in ("!die", "!midreset"):
+                due = count == 3 or isinstance(event, Finished)
+                if due and fault in ("!die", "!midreset"):
                     await response.write(line[:25])
                     await asyncio.sleep(0.01)
                     return _break(request, reset=fault == "!midreset")
-                if count == 3 and fault == "!garbage":
+                if due and fault == "!garbage":
                     line = b"data: {not json\n\n"
-                if count == 3 and fault == "!inside":
+                if due and fault == "!inside":
                     error = {"message": "it broke inside", "type": "InternalServerError"}
                     line = self.flavour.event(count, {"error": error | {"code": 500}})
                 await response.write(line)

@@ -22,6 +22,7 @@ SHORTEST, LONGEST = 4, 500  # tokens
 READ = 16 * LONGEST  # tokens of a sample, at most, that prompts are cut from
 CONTINUATION = 16  # tokens that follow a prompt; fewer where the model ends its text
 
+_BEND = 1.05  # makes middle lengths up to 5 % shorter; 1: all evenly spaced
 _FILLED = 256  # tokens in a well-filled cache
 _ENOUGH = 8  # prompts that fill it
 _LISTED = 64  # tokens of the shortest list of ids
@@ -98,8 +99,9 @@ def too_short(prompts: Sequence[tuple[str, list[int]]], max_positions: int) -> s
 def _lengths(max_positions: int) -> list[int]:
     """Returns the lengths of the prompts, ascending."""
     longest = max(1, min(LONGEST, max_positions - CONTINUATION))
-    lengths = np.geomspace(min(SHORTEST, longest), longest, PROMPTS)
-    return [int(length) for length in lengths.round()]
+    shortest = min(SHORTEST, longest)
+    ratios = np.linspace(0, 1, PROMPTS) ** _BEND
+    return [int(length) for length in (shortest * (longest / shortest) ** ratios).round()]
 
 
 class _Pieces:

@@ -76,7 +76,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     _check_evaluation(options, inputs)
     dtype = resolve_dtype(options.dtype, checkpoint)
     with process_group(options.device) as (group, device):
-        if options.algorithm is not None and group.world > 1:
+        if options.algorithm not in (None, "recover") and group.world > 1:
             raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
         shown = console if group.rank == 0 else None
         resumed = group.on_first(partial(_resumes, options, inputs, dtype, device, shown))
@@ -178,6 +178,7 @@ def _changed(job: Job, steps: Steps) -> ChangedModel:
         console=job.console,
         compute=None if training is None else partial(recover, job, training, steps),
         settings=_settings(job),
+        group=job.group,
     )
 
 

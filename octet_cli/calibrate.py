@@ -212,7 +212,8 @@ def recover(
 
     The result is a calibration with weights of its own. It is written only if the divergence on
     held-out text is lower than before, with 95 % confidence. An interrupted run continues where it
-    stopped when the same command is given again.
+    stopped when the same command is given again. A model that does not fit in memory is trained
+    layer by layer. Under torchrun, processes share the samples.
     """
     from calibrate.options import Options, Training, source_of
     from calibrate.quality.gate import Gate

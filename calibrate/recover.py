@@ -92,13 +92,7 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     }
     if job.console is not None:
         job.console.print(f"held-out divergence: {divergence_text(result)}", highlight=False)
-    if not less.low > 0:
-        raise GateError(
-            f"{job.options.out} is not written: the divergence on {job.inputs.evaluated_on} is"
-            f" {_mean(after):.4g} nats after training, and was {_mean(before):.4g}, which 95 %"
-            " confidence does not call lower; give a lower --learning-rate, or more samples; the"
-            f" trained weights are kept in {job.options.progress}"
-        )
+    group.agree(None if less.low > 0 else _no_better(job, _mean(before), _mean(after)))
     suffixes = (".weight_scale", ".weight_global_scale")
     return Changed(
         {name: _pending(start, name) for name in start.changed} | dict(trained.tensors),
@@ -126,6 +120,15 @@ def _together(group: Group, sums: Sums | None) -> Sums:
 def _pending(start: Checkpoint, name: str) -> PendingTensor:
     return PendingTensor(
         start.dtype(name), start.shape(name), lambda: np.asarray(start.read(name).codes)
+    )
+
+
+def _no_better(job: Job, before: float, after: float) -> GateError:
+    return GateError(
+        f"{job.options.out} is not written: the divergence on {job.inputs.evaluated_on} is"
+        f" {after:.4g} nats after training, and was {before:.4g}, which 95 % confidence does not"
+        " call lower; give a lower --learning-rate, or more samples; the trained weights are kept"
+        f" in {job.options.progress}"
     )
 
 
@@ -202,6 +205,8 @@ def _method(job: Job, training: Training) -> str:
     free = free_memory(job.device)
     if job.device.type == "cpu":
         free //= group.world
+    else:
+        layer += 4 * max(linears)  # layers that are read before their turn
     if 4 * whole <= free:
         return _WHOLE
     if 4 * layer <= free:

@@ -60,10 +60,11 @@ class Descent:
         all_tokens = sum(count for _, count in found)
         loss = math.fsum(value * (count / all_tokens) for value, count in found)
         if not math.isfinite(loss):
-            raise NumericsError(
+            error = NumericsError(
                 f"the loss{self._where} is not finite after {self._done} steps of training: give a"
                 f" lower --learning-rate than {self._rate:g}"
             )
+            self._group.agree(error)
         if self._group.world > 1:
             self._average(tokens / all_tokens)
         clip_grad_norm_(self._parameters, _LARGEST_GRADIENT)

@@ -56,7 +56,7 @@ LAYERS = "layers"  # the journal's directory, below `options.progress`
 @gpu_failures()
 @full_gpu(
     "stop what else uses the GPU, leave out what holds the whole model there (--sensitivity,"
-    " --budget, --max-kl, --max-ppl-change, --algorithm; `octet recover` does where it fits), or give"
+    " --budget, --max-kl, --max-ppl-change, --algorithm; `octet recover` does if it fits), or give"
     " --device cpu --restart"
 )
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:

@@ -111,8 +111,8 @@ def calibrate(
     ] = "auto",
     device: Where = "auto",
     algorithm: Annotated[
-        Literal["smoothquant", "awq", "gptq"] | None,
-        typer.Option(help="Change the weights first, with NVIDIA's ModelOpt."),
+        Literal["smoothquant", "awq", "gptq", "auto"] | None,
+        typer.Option(help="Change the weights first, with NVIDIA's ModelOpt. auto: if it helps."),
     ] = None,
     budget: Annotated[
         str | None,

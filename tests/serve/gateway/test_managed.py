@@ -22,6 +22,7 @@ from serve.http.status_page import render
 from serve.vllm import supervisor
 from tests.fake_servers.vllm_command import write_vllm
 from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.process import members
 from tests.serve.waiting import until
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 8, "ignore_eos": True}
@@ -86,20 +87,20 @@ async def test_a_killed_process_is_replaced_and_no_request_without_a_token_is_lo
 ) -> None:
     caplog.set_level(logging.INFO)
     hold = tmp_path / "hold"
-    async with gateway_of(tmp_path, one(entry("--hold", str(hold)))) as served:
+    async with gateway_of(tmp_path, one(entry("--engine", "--hold", str(hold)))) as served:
         assert (await served.post("/v1/completions", BODY))[0] == 200  # it waits for the start
         before = process_of(served)["pid"]
         hold.touch()
         answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(40)]
         await until(lambda: served.gateway.pools["p"].members[0].in_flight == 40)
-        os.killpg(before, signal.SIGKILL)
+        os.kill(before, signal.SIGKILL)  # and not its engine
         hold.unlink()
         found = await asyncio.gather(*answers)
         assert [body for status, body in found if status != 200] == []
         process = process_of(served)
         assert process["starts"] == 2 and process["pid"] != before
         assert process["last_end"].startswith("was killed by SIGKILL: INFO starting serve")
-    assert not alive(before) and not alive(process["pid"])
+    await until(lambda: not members(before) and not members(process["pid"]))
     lines = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("own | INFO starting serve") for line in lines)
 

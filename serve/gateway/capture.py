@@ -65,10 +65,7 @@ Samples = list[dict[str, Any]]  # each with a text, or with messages
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]] = ()) -> Any:
-    """Returns JSON `value` with what `patterns` and the built-in ones match replaced, in all texts.
-
-    A text of digits only is one too; numbers, booleans and null stay.
-    """
+    """Returns JSON `value` with all matches of `patterns` and the built-in ones replaced."""
     if isinstance(value, str):
         for pattern in patterns:
             value = pattern.sub("[REDACTED]", value)

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 MX, NV = scaling.group(32), scaling.group(16)
 MX_FORMATS = {"mxfp8": E4M3, "mxfp4": E2M1}
 
-Arrays: TypeAlias = dict[str, NDArray[Any]]
+Arrays: TypeAlias = dict[str, Any]  # of numpy
 over_fp8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=format_id)
 
 
@@ -63,13 +63,12 @@ def arrays() -> Arrays:
 @pytest.fixture(scope="module")
 def theirs(modelopt_python: Path, arrays: Arrays, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What torchao makes of the arrays, by `NAME SCHEME codes` and `NAME SCHEME scales`."""
-    command = [modelopt_python, "-c", "import torchao"]
-    if subprocess.run(command, capture_output=True).returncode:
+    if subprocess.run([modelopt_python, "-c", "import torchao"], capture_output=True).returncode:
         pytest.skip("no torchao in the modelopt environment: run `make integration`")
     folder = tmp_path_factory.mktemp("torchao")
     np.savez(folder / "in.npz", **arrays)
-    files = [folder / "in.npz", folder / "out.npz"]
-    command = [modelopt_python, "-m", "tests.integration.torchao_peer", *files]
+    files = [str(folder / "in.npz"), str(folder / "out.npz")]
+    command = [str(modelopt_python), "-m", "tests.integration.torchao_peer", *files]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return dict(np.load(folder / "out.npz"))
@@ -106,7 +105,7 @@ def test_mx_scales_of_other_modes_differ_by_a_power_in_a_known_range(
 ) -> None:
     """Theirs is `ratio` times ours for a significand of amax between `above` and `to`.
 
-    At half of ours, the largest elements saturate. FLOOR is OCP's rule, and torchao's default.
+    At half of ours, the largest elements saturate. FLOOR is OCP's rule and `to_mx`'s default; torchao's configurations take RCEIL.
     """
     amax = scaling.absmax(arrays["random"], MX)
     ours = power_of_two_scales(amax, MX_FORMATS[name])

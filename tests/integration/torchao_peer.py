@@ -8,10 +8,10 @@ one byte an element, and scales as they multiply. torchao's kernels for a CPU ar
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 MODES = ("rceil", "even", "floor", "ceil")
 
@@ -57,7 +57,7 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
 
 
 def main(inputs: Path, out: Path) -> None:
-    found: dict[str, NDArray[np.generic]] = {}
+    found: dict[str, Any] = {}
 
     def keep(name: str, codes_and_scales: tuple[torch.Tensor, torch.Tensor]) -> None:
         found[f"{name} codes"], found[f"{name} scales"] = (x.numpy() for x in codes_and_scales)

@@ -61,6 +61,7 @@ REFUSED = {
     "rescale calibration -o out --recipe fp8 --max-kl x": "--max-kl 'x': 'x' is not a positive",
     "rescale calibration -o out": "what should change? Give --recipe, --kv-cache, --exclude or --h",
     "rescale calibration -o out --histograms absent": "Invalid value for '--histograms': dir 'abs",
+    "rescale calibration -o out --te-state absent": "Invalid value for '--te-state': file 'absent'",
     "drift absent --live plain": ABSENT,
     "drift plain --live plain": NO_ARTIFACT,
     "drift newer --live plain": NEWER,

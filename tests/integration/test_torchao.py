@@ -105,7 +105,8 @@ def test_mx_scales_of_other_modes_differ_by_a_power_in_a_known_range(
 ) -> None:
     """Theirs is `ratio` times ours for a significand of amax between `above` and `to`.
 
-    At half of ours, the largest elements saturate. FLOOR is OCP's rule and `to_mx`'s default; torchao's configurations take RCEIL.
+    At half of ours, the largest elements saturate. FLOOR is OCP's rule, and `to_mx`'s default;
+    torchao's configurations take RCEIL.
     """
     amax = scaling.absmax(arrays["random"], MX)
     ours = power_of_two_scales(amax, MX_FORMATS[name])

@@ -91,8 +91,16 @@ def rescale(
     if gate is not None:
         check_prompts(gate, origin.golden)
     fitted = _fitted(origin, recipe)
-    trained = None if te_state is None else TrainedInputs.read(te_state, checkpoint.spec)
-    taken = {} if trained is None else trained.scales(checkpoint.spec, recipe)
+    trained, taken = None, dict[str, NDArray[np.float32]]()
+    if te_state is not None:
+        trained = TrainedInputs.read(te_state, checkpoint.spec)
+        taken = trained.scales(checkpoint.spec, recipe)
+        if (origin.path / WEIGHTS_FILE).exists() or origin.manifest.folds:
+            raise ConfigError(
+                f"{origin.path}: its weights were changed after the training, and with them its"
+                f" activations, so the amaxes of {te_state} are not theirs; calibrate again without"
+                " --algorithm, or leave --te-state out"
+            )
 
     old_report = _report_of(origin)
     experts = old_report.get("experts") or {}

@@ -33,6 +33,7 @@ from octet.recipe import Recipe
 __all__ = ["TrainedInputs"]
 
 _SUFFIX = "._extra_state"
+_MOST_AMAXES = 1 << 24  # of a module: a tensor of stride 0 can claim any number
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -192,7 +193,8 @@ def _history(where: str, state: object) -> NDArray[np.float32] | None:
         if read is None or "amax_history_fwd" not in read:
             return None
         history = read["amax_history_fwd"].numpy()
-        assert history.dtype == np.float32 and history.ndim == 2
+        if history.dtype != np.float32 or history.ndim != 2 or history.size > _MOST_AMAXES:
+            raise ValueError
     except _Refused as error:
         raise ConfigError(
             f"{where}: names {error}, which is not data, so it was not loaded; take the file from"
@@ -201,7 +203,7 @@ def _history(where: str, state: object) -> NDArray[np.float32] | None:
     except Exception as error:  # damaged bytes make pickle raise nearly anything
         raise ConfigError(
             f"{where}: is no state of Transformer Engine's delayed scaling"
-            f" ({type(error).__name__}: {error}); take the file from the training again"
+            f" ({type(error).__name__}); take the file from the training again"
         ) from None
     return np.asarray(history, np.float32)
 

@@ -8,6 +8,7 @@ for its first GEMM and 21 and 20 for its second; `unused` ran no step.
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch
 
 from calibrate.rescale import rescale
 from calibrate.scales.transformer_engine import TrainedInputs
-from octet.artifacts.calibration import Calibration
+from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.manifest import write_artifact
 from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import PRESETS, Recipe
+from octet.storage.tensors import Tensor, write_tensors
 from tests.command import octet
 
 DATA = Path(__file__).parents[1] / "data"
@@ -199,6 +202,20 @@ def test_a_recipe_without_such_scales_is_refused(
     found = TrainedInputs.read(written(tmp_path / "te.pt", "te"), checkpoint.spec)
     with pytest.raises(ConfigError, match=message):
         found.scales(checkpoint.spec, recipe)
+
+
+def test_changed_weights_are_refused(calibration: Calibration, tmp_path: Path) -> None:
+    """SmoothQuant, for one, divides activations by what it multiplies weights with."""
+    changed = tmp_path / "changed"
+    with write_artifact(changed) as writer:
+        for name in calibration.manifest.files:
+            shutil.copyfile(calibration.path / name, writer.path / name)
+        weight = Tensor.of(np.zeros((1, 1), np.float32))
+        write_tensors(writer.path / WEIGHTS_FILE, {"model.layers.0.mlp.down_proj.weight": weight})
+        writer.finish(calibration.manifest)
+    file = written(tmp_path / "te.pt", "te")
+    with pytest.raises(ConfigError, match=r"changed: its weights were changed after the training"):
+        rescale(changed, tmp_path / "out", recipe=STATIC, te_state=file, predict=False)
 
 
 def test_the_command(calibration: Calibration, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from octet.artifacts.manifest import write_artifact
 from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import PRESETS, Recipe
-from octet.storage.tensors import Tensor, write_tensors
+from octet.storage.tensors import write_tensors
 from tests.command import octet
 
 DATA = Path(__file__).parents[1] / "data"
@@ -204,14 +204,16 @@ def test_a_recipe_without_such_scales_is_refused(
         found.scales(checkpoint.spec, recipe)
 
 
-def test_changed_weights_are_refused(calibration: Calibration, tmp_path: Path) -> None:
+def test_changed_weights_are_refused(
+    calibration: Calibration, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     """SmoothQuant, for one, divides activations by what it multiplies weights with."""
     changed = tmp_path / "changed"
     with write_artifact(changed) as writer:
         for name in calibration.manifest.files:
             shutil.copyfile(calibration.path / name, writer.path / name)
-        weight = Tensor.of(np.zeros((1, 1), np.float32))
-        write_tensors(writer.path / WEIGHTS_FILE, {"model.layers.0.mlp.down_proj.weight": weight})
+        name = "model.layers.0.mlp.down_proj.weight"
+        write_tensors(writer.path / WEIGHTS_FILE, {name: checkpoint.read(name)})
         writer.finish(calibration.manifest)
     file = written(tmp_path / "te.pt", "te")
     with pytest.raises(ConfigError, match=r"changed: its weights were changed after the training"):

@@ -52,9 +52,9 @@ JUDGE = {
     "share": 1.0,
     "answer_tokens": 16,
     "tokens_per_minute": 10**9,
-    "max_in_flight": 8,
+    "max_in_flight": 16,
 }
-CLIENTS, TOKENS = 6, 2  # requests at once, tokens of an answer
+CLIENTS, TOKENS = 12, 2  # requests at once, tokens of an answer
 PROMPTS = (48, 96, 192)  # characters
 FAULTS = ("halved scales", "permuted embedding", "swapped layers", "random codes", "one linear")
 WEIGHTS = "model.safetensors"
@@ -71,6 +71,7 @@ class Options:
     python: Path
     count: int
     each: int
+    each_correct: int | None
     proof: bool
     correct_every: int
     seconds: float
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="has vLLM")
     parser.add_argument("--count", type=int, default=200, help="of candidates")
     parser.add_argument("--each", type=int, default=1, help="rollouts of a candidate")
+    parser.add_argument("--each-correct", type=int, help="those of a correct one (default: EACH)")
     parser.add_argument("--proof", action="store_true", help="half of them need the proof")
     parser.add_argument("--correct-every", type=int, default=2, help="other candidates are not")
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which none begins")
@@ -167,7 +169,8 @@ async def _work(options: Options, numbers: range, until: float, directory: Path)
             if not correct:
                 fault, candidate = plant(source, directory / f"candidate-{number}", number)
             # Each way comes first for every second pair of candidates.
-            ways = sorted(options.proof and n % 2 == 1 for n in range(options.each))
+            each = (options.each_correct or options.each) if correct else options.each
+            ways = sorted(options.proof and n % 2 == 1 for n in range(each))
             ways = ways if number // options.correct_every % 2 else ways[::-1]
             for n, proof in enumerate(ways):
                 if time.time() > until:
@@ -176,7 +179,7 @@ async def _work(options: Options, numbers: range, until: float, directory: Path)
                 if n == 0 or proof != ways[n - 1]:
                     write(file, options, candidate, proof)
                     await reload_from(gateway, file)
-                seed = number * options.each + n
+                seed = number * 1000 + n
                 about = {
                     "seed": seed,
                     "candidate": number,

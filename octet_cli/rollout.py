@@ -66,7 +66,7 @@ def _shares(steps: str) -> list[float]:
 
 
 def _started(url: str, key_env: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Starts the rollout, after a reload that is under way: a vLLM takes minutes to start."""
+    """Starts the rollout, once a reload that is under way has ended."""
     waits = False
     while True:
         try:

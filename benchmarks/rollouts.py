@@ -48,7 +48,6 @@ HELD_OUT = Path(__file__).parents[1] / "examples/python-lm/samples/heldout.jsonl
 STEPS = (0.25, 1.0)
 JUDGE = {
     "reference": "reference",
-    "max_kl": 0.05,
     "share": 1.0,
     "answer_tokens": 16,
     "tokens_per_minute": 10**9,
@@ -77,6 +76,7 @@ class Options:
     seconds: float
     workers: int
     answer_tokens: int
+    max_kl: float
     output: Path | None
 
 
@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which none begins")
     parser.add_argument("--workers", type=int, default=2, help="gateways at once, each one process")
     parser.add_argument("--answer-tokens", type=int, default=16, help="of a judged copy")
+    parser.add_argument("--max-kl", type=float, default=0.05, help="the judge's limit")
     parser.add_argument("--output", type=Path)
     options = Options(**vars(parser.parse_args()))
     began = time.monotonic()
@@ -105,8 +106,8 @@ def main() -> None:
         **summary(rows),
         good=[path.name for path in options.good],
         servers={path.name: backend(path, options)["type"] for path in good(options)},
-        reference=backend(options.export, options)["type"],
-        judge={"max_kl": JUDGE["max_kl"], "answer_tokens": options.answer_tokens},
+        reference=options.export.name,
+        judge={"max_kl": options.max_kl, "answer_tokens": options.answer_tokens},
         steps=STEPS,
         clients=CLIENTS,
         varied={
@@ -241,7 +242,7 @@ def write(file: Path, options: Options, candidate: Path, proof: bool) -> None:
             **more,
         }
 
-    judge = JUDGE | {"answer_tokens": options.answer_tokens}
+    judge = JUDGE | {"answer_tokens": options.answer_tokens, "max_kl": options.max_kl}
     content = {
         "models": {"m": {"pool": "main", "canary": [{"pool": "next", "fraction": 0}]}},
         "pools": {

@@ -219,9 +219,11 @@ async def rolled_out(gateway: Gateway, seed: int) -> Row:
         gateway.rollouts.back("m")
     whys = {"its proof refuses it": "proof", "it exceeds its limit": "judge"}
     why = state["reason"].partition(":")[0]
+    stages = [event["text"] for event in state["events"] if event["text"].startswith("gets ")]
     return {
         "outcome": state["outcome"],
         "by": whys.get(why, state["reason"]),
+        "reached": stages[-1].removeprefix("gets ") if stages else "proof",
         "kl_low": judgement.kl.low,
         "copies": judgement.outcomes["judged"] - before,
         "client_tokens": counts["candidate"],
@@ -296,7 +298,8 @@ async def asking(gateway: Gateway, counts: dict[str, int], random: np.random.Gen
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        counts["failed"] += sum(not isinstance(end, asyncio.CancelledError) for end in ended)
         while gateway.background:
             await asyncio.sleep(0.02)
 

@@ -133,6 +133,26 @@ async def test_one_that_does_not_start_is_tried_again_and_refuses_requests(
         assert reason in shown["process"]["last_end"]
 
 
+async def test_a_rollout_of_one_that_does_not_start_ends_with_the_cause(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    """Not when the time of its step is over, an hour later."""
+    text = (
+        "models: {m: {pool: p, canary: [{pool: next, fraction: 0}]}}\n"
+        "admin: {sha256: " + "a" * 64 + ", rollouts_file: rollouts.json}\n"
+        f"pools:\n  p: {{backends: [{entry()}], {QUICK}}}\n"
+        f"  next: {{backends: [{entry('--broken').replace('own', 'new')}], {QUICK},"
+        " judge: {reference: p, max_kl: 0.1}}\n"
+    )
+    async with gateway_of(tmp_path, text) as served:
+        rollouts = served.gateway.rollouts
+        rollouts.start("m", "next", [1.0], 3600.0)
+        await until(lambda: rollouts.state("m")["outcome"] != "running")
+        assert rollouts.state("m")["outcome"] == "rolled_back"
+        reason = rollouts.state("m")["reason"]
+        assert reason.startswith("it does not start: vLLM ended with code 1: ValueError: no kernel")
+
+
 async def test_it_ends_when_a_reload_removes_it(tmp_path: Path, entry: Callable[..., str]) -> None:
     async with gateway_of(tmp_path, one(entry())) as served:
         assert (await served.post("/v1/completions", BODY))[0] == 200

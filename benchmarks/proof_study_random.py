@@ -21,7 +21,8 @@ admission by the gateway, and once more on all 64 answers, as regular probes do 
   A cause is right if it names the simulated fault that was planted; withheld if it names none.
 
 The curve has the share of faults that are refused by size, with Wilson's intervals of 95 %, beside
-the power that the calibration states.
+the power that the calibration states, and by size in multiples of that power. `--join` of one
+result computes the same from its rows again.
 """
 
 import argparse
@@ -82,6 +83,16 @@ RECIPE = PRESETS["fp8"]
 CACHE: KvCacheDtype = "e5m2"
 LENGTH = 512  # tokens of a held-out sample, at most
 TOP = 20
+MULTIPLES = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, math.inf)  # of the stated power
+PLACES = {  # kinds of faults by where they are; the others are at a few places, or in no weights
+    "everywhere": ("noise in all linears", "embedding noise"),
+    "one place": (
+        *("scale of a linear", "scales of rows permuted", "rows zeroed", "columns zeroed"),
+        *("rows permuted", "pairs of codes swapped", "noise in a linear", "a norm scaled"),
+        *("heads zeroed", "attention scale", "scales of a layer"),
+        "scales of a layer, halved or doubled",
+    ),
+}
 BINS = (0.0, 0.03, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, math.inf)  # % of perplexity
 REFUSED = ("better", "worse")
 WITHHELD = ("another_model", "partly_wrong", "closer")
@@ -95,8 +106,9 @@ def main() -> None:
             [x for p in parts for x in p[key]] for key in ("conforming", "faulty")
         )
         card = parts[0]["conditions"]
-        for name in ("seed", "seconds", "text", "usual", "power of all sets %"):
-            card[name] = [part["conditions"][name] for part in parts]
+        if len(parts) > 1:
+            for name in ("seed", "seconds", "text", "usual", "power of all sets %"):
+                card[name] = [part["conditions"][name] for part in parts]
         write(options.output, card, conforming, faulty)
         return
     began = time.perf_counter()
@@ -124,7 +136,9 @@ def write(
 
     Exits with 1 if a conforming server is refused.
     """
-    report("proof_study_random", card | summarized(conforming, faulty), curve(faulty), output)
+    card |= summarized(conforming, faulty)
+    card["refused by multiples of the stated power"] = by_power(faulty, card["power stated %"])
+    report("proof_study_random", card, curve(faulty), output)
     if output is not None:
         text = output.read_text().removesuffix("\n}\n")
         for name, rows in (("conforming", conforming), ("faulty", faulty)):
@@ -485,6 +499,37 @@ def curve(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     | shares(inside)
                 )
     return found
+
+
+def by_power(rows: Sequence[dict[str, Any]], stated: dict[Any, float]) -> dict[str, dict[str, str]]:
+    """Returns the share of faults that are refused, by their size in multiples of the stated power.
+
+    For each number of prompts that a power is stated for; with the size, in the same multiples, at
+    which half of the faults of `PLACES` are refused.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for prompts, size in stated.items():
+        part = found[f"by {prompts} prompts"] = {}
+        for low, high in pairwise(MULTIPLES):
+            inside = [row for row in rows if low <= row["own text %"] / size < high]
+            hits = sum(_refused_by(row, int(prompts)) for row in inside)
+            if inside:
+                least, most = wilson(hits, len(inside))
+                part[f"{low:g} to {high:g}"] = (
+                    f"{hits} of {len(inside)} ({100 * least:.0f} to {100 * most:.0f} %)"
+                )
+        where = ("admission", FIRST) if int(prompts) == FIRST else ("all prompts",)
+        for place, kinds in PLACES.items():
+            half = half_refused([row for row in rows if row["kind"] in kinds], *where)
+            if half is not None:
+                part[f"half refused, {place}"] = f"{half / size:.2f}"
+    return found
+
+
+def _refused_by(row: dict[str, Any], prompts: int) -> bool:
+    """Returns whether the fault was refused by its first `prompts` answers."""
+    at_admission = row["admission"] in REFUSED and row["prompts"] <= prompts
+    return at_admission or (prompts > FIRST and row["all prompts"] in REFUSED)
 
 
 def shares(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 EXPECTED_FILE = "expected.json"
+# Half of the faults are refused between an estimate and this multiple of it: measured with random
+# faults in two models, see "Power" in docs/proof.md.
+_UNCERTAIN = 2
 # In nats, for models without a prediction. Chosen, not derived: they detect a broken export, not a
 # slightly inaccurate one.
 _BOUNDS = {"fp8": 0.1, "mxfp8": 0.1, "nvfp4": 1.0, "mxfp4": 1.0, "no quantization": 0.01}
@@ -94,7 +97,8 @@ class Expectation(BaseModel):
 class Power(BaseModel):
     """The relative change of perplexity by which faults are refused (`octet.proof.power`).
 
-    `middle` is the median over estimates; `low` and `high` are the quantiles of 0.1 and 0.9.
+    `middle` is the median over estimates; `low` and `high` are the quantiles of 0.1 and 0.9. They
+    say how the estimates differ, and not how far they are from the truth, which is `largest`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -107,10 +111,19 @@ class Power(BaseModel):
     # are of earlier versions, which estimated where faults begin to show.
     meaning: Literal["half_refused", "begin_to_show"] = "begin_to_show"
 
+    @property
+    def largest(self) -> float:
+        """The largest change that half of the faults may need: `middle` may be too small."""
+        return self.middle * (_UNCERTAIN if self.meaning == "half_refused" else 1)
+
+    def __str__(self) -> str:
+        most = f" to {100 * self.largest:.2g}" if self.largest > self.middle else ""
+        return f"{100 * self.middle:.2g}{most} %"
+
 
 def power_text(power: Sequence[Power]) -> str:
     """Says for people which faults that were not simulated are refused."""
-    limits = [f"{100 * x.middle:.2g} % after {x.prompts}" for x in power]
+    limits = [f"{x} after {x.prompts}" for x in power]
     limits[0] += " prompts"
     sizes = " and ".join(limits)
     if power[0].meaning == "begin_to_show":
@@ -121,25 +134,25 @@ def power_text(power: Sequence[Power]) -> str:
         )
     return (
         "about half of the faults that were not simulated are refused if they change perplexity by"
-        f" {sizes}; most smaller ones pass, and some up to three times as large"
+        f" {sizes}; most smaller ones pass, and some up to five times the lower figure"
     )
 
 
 def prompts_for(power: Sequence[Power], change: float) -> int | None:
     """Returns the number of prompts after which half of the faults of this change are refused.
 
-    The change falls with a power of the number of prompts, which is fitted to the first and the
-    last of `power`. None if it is not known or does not fall.
+    That is by the upper end of what is stated. It falls with a power of the number of prompts,
+    which is fitted to the first and the last of `power`. None if it is not known or does not fall.
     """
     if not power:
         return None
     first, last = power[0], power[-1]
-    if change >= first.middle:
+    if change >= first.largest:
         return first.prompts
     if last.middle >= first.middle or last.prompts <= first.prompts:
         return None
     exponent = math.log(first.middle / last.middle) / math.log(last.prompts / first.prompts)
-    more = math.pow(first.middle / change, 1 / exponent)
+    more = math.pow(first.largest / change, 1 / exponent)
     return math.ceil(first.prompts * more - 1e-9)
 
 

@@ -12,9 +12,9 @@ x + λ·d. It is refused if the test of fit or the outlier test rejects that at 
 have in an admission (`octet.proof.judge`), with x left out of the path's mean. The likelihood-ratio
 test is for simulated faults, and left out. The effect of a fault is its divergence, the change of
 log-perplexity on text that the reference would write: ½·λ²·|d|² per position, in nats, averaged
-over all prompts. The smallest effect that is refused is found for each d and x; half of the faults
-of the median are refused. Faults of one place are less even than rounding, and larger ones pass:
-docs/proof.md has measurements.
+over all prompts. The smallest effect that is refused is found for each d and x, and their median is
+the estimate. Faults of one place are less even than rounding, and half of them can need up to twice
+as much (`Power.largest`): docs/proof.md has measurements.
 """
 
 import math

@@ -41,7 +41,7 @@ async def test_one_backend_is_judged_after_the_other_and_requests_go_on(
     assert most == 1 and on_loop == 0
 
 
-@pytest.mark.parametrize(("power", "least"), [(None, 0), (0.02, 24), (0.016, 38), (0.0123, 64)])
+@pytest.mark.parametrize(("power", "least"), [(None, 0), (0.04, 24), (0.032, 38), (0.0246, 64)])
 def test_an_admission_needs_as_many_answers_as_its_power(
     proofs: Path, power: float | None, least: int
 ) -> None:
@@ -51,7 +51,7 @@ def test_an_admission_needs_as_many_answers_as_its_power(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (Proof(power=0.005), r"power of 0\.5 % .* about 394 prompts are needed, and it has 64"),
+        (Proof(power=0.01), r"power of 1 % .* about 394 prompts are needed, and it has 64"),
         (Proof(power=0.02, weights="original"), "does not state its power"),
     ],
 )

@@ -150,7 +150,7 @@ def test_check_says_what_each_pool_is_proven_with_and_warns_of_those_without(
     found, _, power = proven.partition("; ")
     assert found == "pool p: to be proven by 64 golden records: fp8 weights, e5m2 cache"
     assert power.startswith("about half of the faults that were not simulated are refused if they")
-    assert "change perplexity by 2 % after 24 prompts and 1.2 % after 64;" in power
+    assert "change perplexity by 2 to 4 % after 24 prompts and 1.2 to 2.5 % after 64;" in power
     (warned,) = [line for line in lines if "UNPROVEN" in line]
     assert warned.startswith("warning: pool b: SERVES UNPROVEN") and "proof.golden" in warned
     lines = CliRunner().invoke(app, [*given, "--no-proof"]).stdout.splitlines()

@@ -69,7 +69,7 @@ class Options(Sampling):
     name: str | None = None  # of the model when served; default: its directory's name
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    algorithm: Literal["smoothquant", "awq", "gptq", "recover"] | None = None
+    algorithm: Literal["smoothquant", "awq", "gptq", "auto", "recover"] | None = None
     training: Training | None = None  # of "recover"
     budget: Limit | None = None  # layers move to better formats until it is met
     gate: Gate | None = None  # fails a recipe that costs more
@@ -89,6 +89,11 @@ class Options(Sampling):
     def measures(self) -> bool:
         """Decides whether the quantized model runs on held-out samples, to measure its cost."""
         return self.sensitivity or self.budget is not None or self.gate is not None
+
+    @property
+    def chooses(self) -> bool:
+        """Decides whether held-out samples choose formats or an algorithm."""
+        return self.budget is not None or self.algorithm == "auto"
 
     @property
     def progress(self) -> Path:

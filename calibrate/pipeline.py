@@ -6,12 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from calibrate.algorithms.apply import ChangedModel, changed_model
+from calibrate.choose_algorithm import UNCHANGED, check_held_out, choose_algorithm
 from calibrate.decoder.loading import ComputeDtype, resolve_dtype
 from calibrate.decoder.supported import require_runnable
 from calibrate.decoder.weights import LayerWeights, full_gpu
@@ -35,7 +37,7 @@ from calibrate.recover import recover
 from calibrate.report.console import print_report
 from calibrate.report.document import Report
 from calibrate.samples.inputs import Inputs, read_inputs
-from calibrate.scales.derive import check_finite
+from calibrate.scales.derive import Quantization, check_finite
 from calibrate.scales.folding import Folding, find_folds, shifted
 from calibrate.simulate.predict import Prediction, expected_divergence
 from calibrate.solve import Solution, solve
@@ -56,7 +58,7 @@ LAYERS = "layers"  # the journal's directory, below `options.progress`
 @gpu_failures()
 @full_gpu(
     "stop what else uses the GPU, leave out what holds the whole model there (--sensitivity,"
-    " --budget, --max-kl, --max-ppl-change, --algorithm; `octet recover` always does), or give"
+    " --budget, --max-kl, --max-ppl-change, --algorithm; `octet recover` does if it fits), or give"
     " --device cpu --restart"
 )
 def run(options: Options, *, console: Console | None = None) -> Calibration | None:
@@ -76,7 +78,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     _check_evaluation(options, inputs)
     dtype = resolve_dtype(options.dtype, checkpoint)
     with process_group(options.device) as (group, device):
-        if options.algorithm is not None and group.world > 1:
+        if options.algorithm not in (None, "recover") and group.world > 1:
             raise ConfigError(f"{options.algorithm} runs in one process: start it without torchrun")
         shown = console if group.rank == 0 else None
         resumed = group.on_first(partial(_resumes, options, inputs, dtype, device, shown))
@@ -113,6 +115,8 @@ def _check_evaluation(options: Options, inputs: Inputs) -> None:
             f"{shared} of the held-out samples are also training samples, on which the result would"
             " look better than it is: give others with --held-out, or a smaller --count"
         )
+    if options.algorithm == "auto":
+        check_held_out(inputs.evaluated_on)
     if options.budget is not None:
         check_samples(options.budget, inputs.evaluation)
     if options.gate is not None:
@@ -140,7 +144,7 @@ def _resumes(
         device,
         queries=options.recipe.kv_cache == "e4m3",
     )
-    reason = stale(options.progress / LAYERS, identity)
+    reason = stale(_journal(options), identity)
     if reason is None:
         return True
     if not options.force:
@@ -164,13 +168,28 @@ def _say(console: Console | None, line: str) -> None:
 
 def _changed(job: Job, steps: Steps) -> ChangedModel:
     """Changes the weights if an algorithm is wanted."""
+    if job.options.algorithm != "auto":
+        return _changed_by(job, steps, job.options.algorithm, "algorithm")
+
+    def change(name: str) -> ChangedModel:
+        return _changed_by(job, steps, None if name == UNCHANGED else name, name)
+
+    def quantize(plain: Job, changed: ChangedModel) -> Quantization:
+        observed, _ = _count(plain, changed, plain.group)
+        assert observed is not None  # one process
+        return _solve(plain, changed, observed, steps).solution.quantization
+
+    return choose_algorithm(job, steps, change, quantize)
+
+
+def _changed_by(job: Job, steps: Steps, algorithm: str | None, directory: str) -> ChangedModel:
     options, training = job.options, job.options.training
     return changed_model(
         job.checkpoint,
-        options.algorithm,
+        algorithm,
         options.recipe,
         job.inputs.plan.batches,
-        options.progress / "algorithm",
+        options.progress / directory,
         dtype=job.dtype,
         device=job.device,
         restart=options.restart,
@@ -178,6 +197,7 @@ def _changed(job: Job, steps: Steps) -> ChangedModel:
         console=job.console,
         compute=None if training is None else partial(recover, job, training, steps),
         settings=_settings(job),
+        group=job.group,
     )
 
 
@@ -262,7 +282,7 @@ def _count(job: Job, changed: ChangedModel, observers: Group) -> tuple[Observed,
             chunks=len(plan.chunk_ends),
             queries=options.recipe.kv_cache == "e4m3",
             spill=options.spill,
-            journal=options.progress / LAYERS,
+            journal=_journal(options, changed),
             restart=options.restart,
             force=options.force,
             group=observers,
@@ -270,6 +290,14 @@ def _count(job: Job, changed: ChangedModel, observers: Group) -> tuple[Observed,
         )
     seconds = time.perf_counter() - started
     return replace(observed, facts=observed.facts | {"processes": job.group.world}), seconds
+
+
+def _journal(options: Options, changed: ChangedModel | None = None) -> Path:
+    """Returns the directory for counts; with --algorithm auto, each algorithm has its own."""
+    if options.algorithm != "auto":
+        return options.progress / LAYERS
+    algorithm = {} if changed is None else changed.details.get("algorithm", {})
+    return options.progress / f"{LAYERS}-{algorithm.get('name', UNCHANGED)}"
 
 
 def _golden_records(job: Job) -> GoldenSet:

@@ -15,35 +15,39 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adam
-from torch.optim.lr_scheduler import LambdaLR
 
 from calibrate.algorithms.changed import Changed, in_stored_dtype
+from calibrate.algorithms.descent import Descent, order
 from calibrate.algorithms.student import Student
 from calibrate.decoder.arithmetic import linear
 from calibrate.decoder.loading import apply_changes, load_model
 from calibrate.decoder.weights import free_memory
 from calibrate.job import Job
+from calibrate.journal.distributed import Group
 from calibrate.journal.identity import digest_of_batches
 from calibrate.journal.steps import Steps
 from calibrate.options import Training
 from calibrate.quality.divergence import Reference, Sums, evaluation_batches
+from calibrate.recover_layers import Trained, train_layers
 from calibrate.report.summary import divergence_text
 from calibrate.samples.batches import Batch, real
 from calibrate.simulate.model import simulate
+from calibrate.simulate.scales import Scales
 from octet.artifacts.calibration import Calibration
-from octet.errors import ConfigError, GateError, NumericsError
+from octet.errors import ArtifactError, ConfigError, GateError
+from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
 from octet.statistics import interval
+from octet.storage.tensors import PendingTensor
 
 __all__ = ["recover"]
 
@@ -52,46 +56,32 @@ _KEPT_S = 60.0  # between two states of the training that an interrupted run con
 _ELEMENTS = 1 << 22  # logits at a time
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each parameter
 _STEP = "training"  # the name of that state
-_WARM_UP = 0.1  # share of the steps in which the learning rate rises
-_BETAS = (0.9, 0.95)  # of Adam: a short training has no use for a long memory
-_LARGEST_GRADIENT = 1.0  # its norm over all parameters, above which it is scaled down
+_WHOLE, _LAYERS = "whole model", "layer by layer"
 
 
 def recover(job: Job, training: Training, steps: Steps) -> Changed:
     """Trains the weights of `training.calibration`, and returns them on the grid of its scales.
 
-    Raises GateError if the divergence on held-out text is not lower afterwards, NumericsError for a
-    loss that is not finite, and ConfigError if memory does not suffice.
+    Trains the whole model if it fits in memory, else one layer after the other. The ranks of the
+    job's group share the batches. Raises GateError if the divergence on held-out text is not lower
+    afterwards, NumericsError for a loss that is not finite, and ConfigError if memory does not
+    suffice.
     """
-    origin = Calibration.load(training.calibration)
+    origin, group = Calibration.load(training.calibration), job.group
     origin.manifest.model.require(job.checkpoint)
-    start, spec, recipe = origin.applied_to(job.checkpoint), job.checkpoint.spec, job.options.recipe
+    start = origin.applied_to(job.checkpoint)
     batches = job.inputs.plan.batches
+    held_out = evaluation_batches(job.inputs.evaluation, _HELD_OUT)
     job.weights.free()
-    _check_memory(job, training)
-    model = load_model(job.checkpoint, "float32").to(job.device)
-    with progress_bar(job.console, "Teacher", job.inputs.plan.tokens) as advance:
-        teacher = Reference(model, spec, batches, advance=advance)
-    held_out = Reference(model, spec, evaluation_batches(job.inputs.evaluation, _HELD_OUT))
-
-    def measured() -> Sums:
-        with simulate(model, spec, recipe, origin.scales):
-            return held_out.tally().sums()
-
-    apply_changes(model, start)
-    before = measured()
-    with closing(Student(model, spec, recipe, origin.scales, training.train)) as student:
-        kept = steps.depending_on(training.key, digest_of_batches(batches))
-        losses = _train(student, teacher, training, kept, job.console)
-        with torch.no_grad():
-            served = student.served()
-    tensors = {name: start.read(name) for name in start.changed}
-    for name, value in served.items():
-        dtype = job.checkpoint.dtype(name)
-        tensors[name] = in_stored_dtype(value.detach().cpu().numpy(), dtype)
-        with torch.no_grad():
-            model.get_parameter(name).copy_(torch.from_numpy(tensors[name].float32()))
-    after = measured()
+    shared = [f"{group.world} processes"] if group.world > 1 else []
+    kept = steps.depending_on(training.key, digest_of_batches(batches), *shared)
+    # A continued run may find more memory free, or less.
+    method = group.on_first(partial(kept.once, "method", str, partial(_method, job, training)))
+    if method == _LAYERS and job.console is not None:
+        job.console.print("the whole model does not fit in memory: training layer by layer")
+    train = train_layers if method == _LAYERS else _train_whole
+    trained = train(job, training, start, origin.scales, held_out, kept)
+    before, after = (_together(group, sums) for sums in (trained.before, trained.after))
     less = interval(before.kl - after.kl, before.tokens)
     result: dict[str, Any] = {
         "before": _mean(before),
@@ -102,25 +92,43 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     }
     if job.console is not None:
         job.console.print(f"held-out divergence: {divergence_text(result)}", highlight=False)
-    if not less.low > 0:
-        raise GateError(
-            f"{job.options.out} is not written: the divergence on {job.inputs.evaluated_on} is"
-            f" {_mean(after):.4g} nats after training, and was {_mean(before):.4g}, which 95 %"
-            " confidence does not call lower; give a lower --learning-rate, or more samples; the"
-            f" trained weights are kept in {job.options.progress}"
-        )
+    group.agree(None if less.low > 0 else _no_better(job, _mean(before), _mean(after)))
     suffixes = (".weight_scale", ".weight_global_scale")
     return Changed(
-        tensors,
+        {name: _pending(start, name) for name in start.changed} | dict(trained.tensors),
         {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)},
         {
             **training.settings,
             "calibration": origin.manifest.identity,
-            "steps": len(losses),
+            "method": method,
+            "processes": group.world,
+            "steps": trained.steps,
             "tokens": training.epochs * job.inputs.plan.tokens,
-            "loss": _by_epoch(losses, len(batches)),
+            "loss": trained.loss,
             "held_out": result,
         },
+    )
+
+
+def _together(group: Group, sums: Sums | None) -> Sums:
+    """Returns the sums of all ranks, on every rank."""
+    found = [part for part in group.gather(sums) if part is not None]
+    names = [field.name for field in fields(Sums)]
+    return Sums(*(np.concatenate([getattr(part, name) for part in found]) for name in names))
+
+
+def _pending(start: Checkpoint, name: str) -> PendingTensor:
+    return PendingTensor(
+        start.dtype(name), start.shape(name), lambda: np.asarray(start.read(name).codes)
+    )
+
+
+def _no_better(job: Job, before: float, after: float) -> GateError:
+    return GateError(
+        f"{job.options.out} is not written: the divergence on {job.inputs.evaluated_on} is"
+        f" {after:.4g} nats after training, and was {before:.4g}, which 95 % confidence does not"
+        " call lower; give a lower --learning-rate, or more samples; the trained weights are kept"
+        f" in {job.options.progress}"
     )
 
 
@@ -128,87 +136,124 @@ def _mean(sums: Sums) -> float:
     return float(sums.kl.sum() / sums.tokens.sum())
 
 
+def _train_whole(
+    job: Job,
+    training: Training,
+    start: Checkpoint,
+    scales: Scales,
+    held_out: Sequence[Batch],
+    kept: Steps,
+) -> Trained:
+    """Trains all layers together, on the divergence of next-token distributions."""
+    spec, recipe, group = start.spec, job.options.recipe, job.group
+    mine, judged = (
+        batches[group.rank :: group.world] for batches in (job.inputs.plan.batches, held_out)
+    )
+    model = load_model(job.checkpoint, "float32").to(job.device)
+    with progress_bar(job.console, "Teacher", sum(x.tokens for x in mine)) as advance:
+        teacher = Reference(model, spec, mine, advance=advance)
+    reference = Reference(model, spec, judged)
+
+    def measured() -> Sums | None:
+        with simulate(model, spec, recipe, scales):
+            return reference.tally().sums() if judged else None
+
+    apply_changes(model, start)
+    before = group.attempt(measured)
+    steps = math.ceil(len(job.inputs.plan.batches) / group.world)  # of an epoch
+    with closing(Student(model, spec, recipe, scales, training.train)) as student:
+        losses = _train(student, teacher, training, steps, kept, job)
+        with torch.no_grad():
+            served = student.served()
+    tensors = {}
+    for name, value in served.items():
+        dtype = job.checkpoint.dtype(name)
+        tensors[name] = in_stored_dtype(value.detach().cpu().numpy(), dtype)
+        with torch.no_grad():
+            model.get_parameter(name).copy_(torch.from_numpy(tensors[name].float32()))
+    return Trained(tensors, before, group.attempt(measured), _by_epoch(losses, steps), len(losses))
+
+
 def _by_epoch(losses: Sequence[float], batches: int) -> list[float]:
     epochs = [losses[start : start + batches] for start in range(0, len(losses), batches)]
     return [sum(epoch) / len(epoch) for epoch in epochs]
 
 
-def _check_memory(job: Job, training: Training) -> None:
-    """Raises ConfigError if the model, its gradients and what the optimizer keeps do not fit.
+def _method(job: Job, training: Training) -> str:
+    """Returns how to train: the whole model if it fits in memory, else layer by layer.
 
-    All is float32. Backpropagation keeps about 12 values of each hidden state and 6 of each
-    intermediate one, for every token of a batch and layer.
+    Raises ConfigError if neither fits. All is float32. Backpropagation keeps about 12 values of
+    each hidden state and 6 of each intermediate one, for every token of a batch and layer.
     """
-    checkpoint, spec = job.checkpoint, job.checkpoint.spec
+    checkpoint, spec, group = job.checkpoint, job.checkpoint.spec, job.group
     sizes = {name: math.prod(checkpoint.shape(name)) for name in checkpoint.tensor_names}
-    model, linears = sum(sizes.values()), sum(sizes[f"{x.name}.weight"] for x in spec.linears())
+    model = sum(sizes.values())
+    linears = [
+        sum(sizes[f"{linear.name}.weight"] for linear in spec.linears(index))
+        for index in range(spec.layers)
+    ]
     tokens = max(batch.token_ids.numel() for batch in job.inputs.plan.batches)
-    activations = tokens * spec.layers * (12 * spec.hidden_size + 6 * spec.intermediate_size)
-    teacher = job.inputs.plan.tokens * spec.hidden_size
-    rest = model + linears + activations + teacher
-    trained = 4 * linears if "weights" in training.train else 0
-    needed, free = 4 * (rest + trained), free_memory(job.device)
-    if needed <= free:
-        return
-    ways = ["a smaller --batch-size or --max-length"]
-    if trained and 4 * rest <= free:
-        ways.append("--train norms")
+    activations = tokens * (12 * spec.hidden_size + 6 * spec.intermediate_size)
+    text = math.ceil(job.inputs.plan.tokens / group.world) * spec.hidden_size
+    trains = "weights" in training.train
+    whole = model + (5 if trains else 1) * sum(linears) + activations * spec.layers + text
+    # The teacher's layer, the student's, and what is computed from one weight at a time.
+    layer = (8 if trains else 4) * max(linears) + activations
+    if job.options.spill is None and job.device.type == "cpu":
+        held_out = min(_HELD_OUT, sum(batch.tokens for batch in job.inputs.evaluation))
+        layer += 2 * text + 3 * held_out * spec.hidden_size
+    free = free_memory(job.device)
+    if job.device.type == "cpu":
+        free //= group.world
+    else:
+        layer += 4 * max(linears)  # layers that are read before their turn
+    if 4 * whole <= free:
+        return _WHOLE
+    if 4 * layer <= free:
+        return _LAYERS
+    ways = "a smaller --batch-size or --max-length"
+    if job.options.spill is None and job.device.type == "cpu":
+        ways += ", or --spill"
     raise ConfigError(
-        f"training takes about {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free:"
-        f" {activations * 4 / 1e9:.1f} GB are for the tokens of a batch, {4 * model / 1e9:.1f} GB"
-        f" for the model; give {' or '.join(ways)}"
+        f"training takes about {4 * whole / 1e9:.1f} GB of memory, {4 * layer / 1e9:.1f} GB if"
+        f" layer by layer, and {free / 1e9:.1f} GB are free for each process:"
+        f" {activations * 4 / 1e9:.1f} GB are for the tokens of a batch in a layer; give {ways}"
     )
 
 
 def _train(
-    student: Student, teacher: Reference, training: Training, kept: Steps, console: Console | None
+    student: Student, teacher: Reference, training: Training, steps: int, kept: Steps, job: Job
 ) -> list[float]:
-    """Trains for all epochs, and returns the loss of each step, in nats per token.
+    """Trains for all epochs of `steps`, and returns the loss of each step, in nats per token.
 
     Continues from the state in `kept`, if there is one, to the same bits.
     """
-    batches, parameters = teacher.batches, list(student.trained.values())
-    total = training.epochs * len(batches)
-    rise = max(1.0, _WARM_UP * total)
-
-    def share(step: int) -> float:
-        return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / total))
-
-    rate = training.learning_rate
-    optimizer = Adam([{"params": parameters, "initial_lr": rate}], lr=rate, betas=_BETAS)
-    losses = _load(student, optimizer, kept)
-    schedule = LambdaLR(optimizer, share, last_epoch=len(losses) - 1)
-    order: list[int] = []
-    tokens = sum(batch.tokens for batch in batches)
-    with progress_bar(console, "Training", training.epochs * tokens) as advance:
+    batches, group, total = teacher.batches, job.group, training.epochs * steps
+    losses: list[float] = json.loads(group.on_first(partial(_losses, kept)))
+    parameters = list(student.trained.values())
+    descent = Descent(parameters, training.learning_rate, total, group, done=len(losses))
+    if losses:
+        group.attempt(partial(_load, student, descent.optimizer, len(losses), kept))
+    tokens = training.epochs * sum(batch.tokens for batch in batches)
+    with progress_bar(job.console, "Training", tokens) as advance:
         saved = time.monotonic()
-        for step in range(total):
-            epoch, at = divmod(step, len(batches))
-            if not at:
-                order = torch.randperm(len(batches), generator=_seeded(epoch)).tolist()
-            batch = batches[order[at]]
-            if step >= len(losses):
-                optimizer.zero_grad()
-                hidden = teacher.hidden[order[at]]
-                loss = backward(student.states(batch), batch, hidden, teacher.head)
-                if not math.isfinite(loss):
-                    raise NumericsError(
-                        f"the loss is not finite after {step} steps of training: give a lower"
-                        f" --learning-rate than {rate:g}"
-                    )
-                losses.append(loss)
-                clip_grad_norm_(parameters, _LARGEST_GRADIENT)
-                optimizer.step()
-                schedule.step()
-                if time.monotonic() - saved > _KEPT_S or len(losses) == total:
-                    _keep(student, optimizer, losses, kept)
-                    saved = time.monotonic()
-            advance(batch.tokens)
+        for epoch in range(training.epochs):
+            for place, at in enumerate(order(epoch, len(batches), steps), start=epoch * steps):
+                count = 0 if at is None else batches[at].tokens
+                if place >= len(losses):
+                    losses.append(descent.step(partial(_backward, student, teacher, at), count))
+                    due = time.monotonic() - saved > _KEPT_S or len(losses) == total
+                    if due and group.rank == 0:
+                        _keep(student, descent.optimizer, losses, kept)
+                        saved = time.monotonic()
+                advance(count)
     return losses
 
 
-def _seeded(epoch: int) -> torch.Generator:
-    return torch.Generator().manual_seed(epoch)
+def _backward(student: Student, teacher: Reference, at: int | None) -> float:
+    assert at is not None
+    batch = teacher.batches[at]
+    return backward(student.states(batch), batch, teacher.hidden[at], teacher.head)
 
 
 def backward(states: Tensor, batch: Batch, teacher: Tensor, head: Tensor) -> float:
@@ -241,20 +286,27 @@ def _keep(student: Student, optimizer: Adam, losses: Sequence[float], kept: Step
     kept.keep(_STEP, text=json.dumps(losses), arrays=arrays)
 
 
-def _load(student: Student, optimizer: Adam, kept: Steps) -> list[float]:
-    """Restores the state that `_keep` kept, and returns the losses until then; [] if none was."""
+def _losses(kept: Steps) -> str:
+    """Returns the losses until the state that `_keep` kept, as JSON."""
+    found = kept.load(_STEP)
+    return "[]" if found is None else found[0]
+
+
+def _load(student: Student, optimizer: Adam, done: int, kept: Steps) -> None:
+    """Restores the state that `_keep` kept after `done` steps."""
     found = kept.load(_STEP)
     if found is None:
-        return []
-    losses: list[float] = json.loads(found[0])
+        raise ArtifactError(
+            "a process does not find the state of the training that process 0 has kept: name an"
+            " --out that all machines share"
+        )
     with torch.no_grad():
         for name, parameter in student.trained.items():
             parameter.copy_(torch.tensor(found[1][f"{name}.value"]))
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(len(losses))),
+                "step": torch.tensor(float(done)),
                 **{
                     key: torch.tensor(found[1][f"{name}.{key}"], device=parameter.device)
                     for key in _MOMENTS
                 },
             }
-    return losses

@@ -8,7 +8,8 @@ measurements (sensitivity, a budget, a training) belong to the other recipe and 
 over.
 
 Live histograms (octet/artifacts/live.py) can take the place of the calibration's. A tensor that
-servers did not count keeps the calibration's.
+servers did not count keeps the calibration's. Static scales of activations can be those of a
+training's amaxes (scales/transformer_engine.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,7 @@ from calibrate.scales.expert_fallback import (
     of_enough_tokens,
     with_fallback,
 )
+from calibrate.scales.transformer_engine import TrainedInputs
 from calibrate.simulate.predict import expected_divergence
 from calibrate.write_report import keep_evidence, report_files
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
@@ -68,6 +70,7 @@ def rescale(
     model: Path | None = None,
     gate: Gate | None = None,
     histograms: Path | None = None,
+    te_state: Path | None = None,
     predict: bool = True,
     force: bool = False,
     console: Console | None = None,
@@ -75,6 +78,7 @@ def rescale(
     """Writes to `out` what `calibrate` would have written for `recipe`, from `calibration`.
 
     With `histograms`, a directory of live ones, the scales of activations are for that traffic.
+    With `te_state`, a file of Transformer Engine's states, those that it has are the training's.
     `model` overrides the checkpoint path that the calibration recorded. For the calibration's own
     recipe the scales are bit-identical. Raises ArtifactError if the calibration or the checkpoint
     was altered, ConfigError for a recipe that does not fit the model, and GateError for one that
@@ -87,6 +91,16 @@ def rescale(
     if gate is not None:
         check_prompts(gate, origin.golden)
     fitted = _fitted(origin, recipe)
+    trained, taken = None, dict[str, NDArray[np.float32]]()
+    if te_state is not None:
+        trained = TrainedInputs.read(te_state, checkpoint.spec)
+        taken = trained.scales(checkpoint.spec, recipe)
+        if (origin.path / WEIGHTS_FILE).exists() or origin.manifest.folds:
+            raise ConfigError(
+                f"{origin.path}: its weights were changed after the training, and with them its"
+                f" activations, so the amaxes of {te_state} are not theirs; calibrate again without"
+                " --algorithm, or leave --te-state out"
+            )
 
     old_report = _report_of(origin)
     experts = old_report.get("experts") or {}
@@ -96,7 +110,7 @@ def rescale(
     mean_squares = of_enough_tokens(origin.mean_squares, experts)
     exact = Histograms(counts, origin.observations, mean_squares)
     check_alive(checkpoint, recipe, exact)
-    found = derive_scales(checkpoint, recipe, exact, fitted, console=console)
+    found = derive_scales(checkpoint, recipe, exact, fitted | taken, console=console)
 
     judged = None
     if gate is not None:
@@ -104,8 +118,9 @@ def rescale(
         cost = PromptCost(checkpoint, recipe, found.scales, origin.golden, device=device)
         judged = judge_prompts(gate, cost, "simulated in float32", console)
 
-    course = _convergence(origin, recipe, checkpoint, least) if live is None else None
-    same = recipe == origin.manifest.recipe and live is None
+    of_samples = live is None and trained is None
+    course = _convergence(origin, recipe, checkpoint, least) if of_samples else None
+    same = recipe == origin.manifest.recipe and of_samples
     samples = origin.manifest.samples
     report = build_report(
         found,
@@ -119,6 +134,7 @@ def rescale(
         warnings=[
             *_unweighted(origin, recipe),
             *(live.warnings() if live else ()),
+            *(trained.warnings(exact) if trained else ()),
             *(judged.warnings if judged else ()),
             *old_report.get("notes", fallback_warnings(experts)),
         ],
@@ -136,7 +152,9 @@ def rescale(
             checkpoint, recipe, found.scales, origin.golden, console=console
         )
     predicted["predicted"] = prediction is not None
-    facts = {} if live is None else {"live_tokens": live.tokens}
+    facts: dict[str, Any] = {} if live is None else {"live_tokens": live.tokens}
+    if trained is not None:
+        facts["te_state"] = {"inputs": len(trained.amaxes), "steps": trained.steps}
     expected = prediction.expected if prediction else None
     report = replace(report, expected=expected, examined=examined(origin.golden))
     extra = report_files(report, course, prediction)
@@ -298,7 +316,7 @@ def _manifest(
         "warnings": warnings,
         "rescaled_from": {"identity": before.identity, "recipe": before.recipe.name},
     }
-    replaced = (*_MEASURED, "gate", "prediction")
+    replaced = (*_MEASURED, "gate", "prediction", "te_state")
     details = {key: value for key, value in details.items() if key not in replaced} | predicted
     if judged is not None:
         details["gate"] = judged.details()

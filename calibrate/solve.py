@@ -54,7 +54,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
         bench = Bench(
             checkpoint,
             job.inputs,
-            unseen=options.gate is not None and options.budget is not None,
+            unseen=options.gate is not None and options.chooses,
             dtype=job.dtype,
             device=job.device,
             steps=steps,
@@ -67,7 +67,8 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
                 recipe = measured.recipe
                 found = derive_scales(checkpoint, recipe, histograms, changed.scales)
         if options.gate is not None:
-            outcome, own = measure_gate(bench, options.gate, found, measured)
+            auto = options.algorithm == "auto"
+            outcome, own = measure_gate(bench, options.gate, found, measured, auto=auto)
             known = own if known is None else known  # with a budget, that of the first recipe
     return Solution(
         quantization=found,

@@ -34,6 +34,7 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
     """Builds the report on a calibration."""
     plan, gate = job.inputs.plan, solution.gate
     lines = describe_folds(job.checkpoint.spec, changed.details.get("folded", {}))
+    compared = changed.details.get("compared")
     return build_report(
         solution.quantization,
         observed.observations,
@@ -59,6 +60,7 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
             **observed.facts,
             **plan.facts,
             **({"folded": lines} if lines else {}),
+            **({"algorithm": compared["summary"]} if compared else {}),
             **(gate.facts if gate else {}),
         },
     )

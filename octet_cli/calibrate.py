@@ -111,8 +111,8 @@ def calibrate(
     ] = "auto",
     device: Where = "auto",
     algorithm: Annotated[
-        Literal["smoothquant", "awq", "gptq"] | None,
-        typer.Option(help="Change the weights first, with NVIDIA's ModelOpt."),
+        Literal["smoothquant", "awq", "gptq", "auto"] | None,
+        typer.Option(help="Change the weights first, with NVIDIA's ModelOpt. auto: if it helps."),
     ] = None,
     budget: Annotated[
         str | None,
@@ -212,7 +212,8 @@ def recover(
 
     The result is a calibration with weights of its own. It is written only if the divergence on
     held-out text is lower than before, with 95 % confidence. An interrupted run continues where it
-    stopped when the same command is given again.
+    stopped when the same command is given again. A model that does not fit in memory is trained
+    layer by layer. Under torchrun, processes share the samples.
     """
     from calibrate.options import Options, Training, source_of
     from calibrate.quality.gate import Gate
@@ -293,6 +294,15 @@ def rescale(
             help="Live activations, counted by servers, instead of the samples'.",
         ),
     ] = None,
+    te_state: Annotated[
+        Path | None,
+        typer.Option(
+            "--te-state",
+            exists=True,
+            dir_okay=False,
+            help="Scales of activations from Transformer Engine's amax history: a .pt file.",
+        ),
+    ] = None,
     model: ModelOption = None,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
@@ -300,13 +310,13 @@ def rescale(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Derive the scales of another recipe, or for live traffic, without the samples.
+    """Derive the scales of another recipe, for live traffic or of a training, without the samples.
 
     Limits are held against what it costs on the golden prompts.
     """
-    if recipe is None and kv_cache is None and exclude is None and histograms is None:
+    if all(given is None for given in (recipe, kv_cache, exclude, histograms, te_state)):
         raise ConfigError(
-            "what should change? Give --recipe, --kv-cache, --exclude or --histograms"
+            "what should change? Give --recipe, --kv-cache, --exclude, --histograms or --te-state"
         )
     from calibrate.options import validate_rescale
     from calibrate.quality.gate import Gate
@@ -329,6 +339,7 @@ def rescale(
         model=model,
         gate=gate,
         histograms=histograms,
+        te_state=te_state,
         predict=predict,
         force=force,
         console=console_for(as_json),

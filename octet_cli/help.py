@@ -30,6 +30,7 @@ EXAMPLES = {
         "octet rescale calibration --recipe fp8-static --out static",
         "octet rescale calibration --kv e4m3 --out e4m3",
         "octet rescale calibration --histograms live --out today",
+        "octet rescale calibration --recipe fp8-static --te-state te-state.pt --out trained",
     ),
     "recover": (
         "octet recover calibration --samples samples.jsonl --held-out heldout.jsonl -o recovered",

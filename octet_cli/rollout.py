@@ -52,7 +52,7 @@ def rollout(
         state = _call("DELETE", url, key_env)
     else:
         wanted = {"pool": pool, "steps": _shares(steps), "timeout_s": timeout}
-        state = _call("POST", url, key_env, wanted)
+        state = _started(url, key_env, wanted)
     outcome = _followed(url, key_env, state, model)
     if outcome != ("rolled_back" if back else "promoted"):
         raise GateError(f"{state['pool']} is not promoted ({outcome}): it gets no requests")
@@ -63,6 +63,19 @@ def _shares(steps: str) -> list[float]:
         return [float(share) for share in steps.split(",")]
     except ValueError:
         raise ConfigError(f"--steps {steps}: write shares such as 0.01,0.1,0.5,1") from None
+
+
+def _started(url: str, key_env: str, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Starts the rollout, once a reload that is under way has ended."""
+    waits = False
+    while True:
+        try:
+            return _call("POST", url, key_env, wanted)
+        except _Reloading as error:
+            if not waits:
+                print(f"waits: {error}", flush=True)
+            waits = True
+            time.sleep(_POLL_S)
 
 
 def _followed(url: str, key_env: str, state: dict[str, Any], model: str) -> str:
@@ -95,6 +108,10 @@ class _Unreachable(OctetError):
     """Raised if the gateway does not answer."""
 
 
+class _Reloading(OctetError):
+    """Raised if the gateway starts no rollout before its reload has ended."""
+
+
 def _call(method: str, url: str, key_env: str, body: Any = None) -> dict[str, Any]:
     """Returns the gateway's JSON. Raises OctetError with its message if it refuses."""
     request = urllib.request.Request(url, method=method)
@@ -107,7 +124,10 @@ def _call(method: str, url: str, key_env: str, body: Any = None) -> dict[str, An
         with urllib.request.urlopen(request, timeout=30) as response:
             content = json.loads(response.read(_MOST))
     except urllib.error.HTTPError as error:
-        raise ConfigError(f"{url}: {_message(error)}") from None
+        message, code = _error(error)
+        if code == "reloading":
+            raise _Reloading(message) from None
+        raise ConfigError(f"{url}: {message}") from None
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         raise _Unreachable(f"{url}: no answer: {why}; is the gateway running there?") from None
@@ -121,8 +141,10 @@ def _call(method: str, url: str, key_env: str, body: Any = None) -> dict[str, An
     return content
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _error(error: urllib.error.HTTPError) -> tuple[str, str]:
+    """Returns message and code of an error that the gateway returned."""
     try:
-        return str(json.loads(error.read(_MOST))["error"]["message"])
+        found = json.loads(error.read(_MOST))["error"]
+        return str(found["message"]), str(found["code"])
     except (OSError, ValueError, LookupError, TypeError):
-        return f"status {error.code}; is this the address of administration?"
+        return f"status {error.code}; is this the address of administration?", ""

@@ -19,6 +19,7 @@ from serve.config.checks import load_config, pools_of
 from serve.config.document import Document, Loc, Problem
 from serve.config.load import load_backends, refuse
 from serve.engine.tokenizer import Tokenizer
+from serve.gateway.capture import problem_with
 from serve.gateway.state import Gateway
 from serve.gateway.unproven import unproven
 from serve.members.factory import make_backend
@@ -72,6 +73,8 @@ def _model(name: str, model: ModelConfig) -> str:
     parts += [f"fallback {fallback}" for fallback in model.fallback]
     if model.shadow is not None:
         parts.append(f"shadow {model.shadow.pool} ({model.shadow.fraction:.4g})")
+    if model.capture is not None:
+        parts.append(f"capture {model.capture.file} ({model.capture.share:.4g})")
     names = [*model.aliases, *(f"{name}: {tier}" for name, tier in model.tier_aliases.items())]
     aliases = f" ({', '.join(names)})" if names else ""
     if model.tier is not None:
@@ -99,6 +102,9 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
                 for j, backend in enumerate(found):
                     if message := _wrong_with(backend, model):
                         yield (*loc, "discover", i, "file"), f"{source.file}: {j}: {message}"
+    for name, entry in config.models.items():
+        if entry.capture is not None and (message := problem_with(entry.capture.file)):
+            yield ("models", name, "capture", "file"), message
 
 
 def _golden(pool: PoolConfig) -> dict[tuple[Path, bool], Loc]:

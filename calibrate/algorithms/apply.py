@@ -18,6 +18,7 @@ from rich.console import Console
 
 from calibrate.algorithms.changed import Changed
 from calibrate.decoder.loading import ComputeDtype
+from calibrate.journal.distributed import Group
 from calibrate.samples.batches import Batch
 from octet.artifacts.calibration import WEIGHTS_FILE
 from octet.errors import ArtifactError
@@ -62,25 +63,32 @@ def changed_model(
     console: Console | None = None,
     compute: Callable[[], Changed] | None = None,
     settings: str = "",
+    group: Group | None = None,
 ) -> ChangedModel:
     """Returns `checkpoint` with the weights that `algorithm` changed, or as it is without one.
 
-    `compute` is the algorithm, if it is none of ModelOpt's, and depends on `settings`. The result
-    is kept in `directory`, and read back if it is there. The directory appears atomically. Raises
-    ArtifactError if it belongs to another model, recipe, algorithm or set of samples, or was
-    altered, unless `restart` or `force` discards it.
+    `compute` is the algorithm, if it is none of ModelOpt's, and depends on `settings`. Each rank of
+    `group` runs it, and the first one writes. The result is kept in `directory`, and read back if
+    it is there. The directory appears atomically. Raises ArtifactError if it belongs to another
+    model, recipe, algorithm or set of samples, or was altered, unless `restart` or `force` discards
+    it.
     """
     if algorithm is None:
         return ChangedModel(checkpoint)
+    group = group or Group()
     key = _key(checkpoint, f"{algorithm}{settings}", recipe, batches, dtype)
-    if restart:
-        shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists() and force:
-        try:
-            return _read(checkpoint, directory, key)
-        except ArtifactError:
+
+    def there() -> bool:
+        if restart:
             shutil.rmtree(directory, ignore_errors=True)
-    if not directory.exists():
+        if directory.exists() and force:
+            try:
+                _read(checkpoint, directory, key)
+            except ArtifactError:
+                shutil.rmtree(directory, ignore_errors=True)
+        return directory.exists()
+
+    if not group.on_first(there):
         from calibrate.algorithms.modelopt import apply_algorithm
 
         compute = compute or partial(
@@ -94,20 +102,24 @@ def changed_model(
             console=console,
         )
         changed = compute()
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        try:
-            write_tensors(staging / WEIGHTS_FILE, changed.tensors)
-            scales = {name: Tensor.of(scale) for name, scale in changed.scales.items()}
-            write_tensors(staging / _SCALES, scales)
-            hashes = {name: sha256_file(staging / name) for name in (WEIGHTS_FILE, _SCALES)}
-            details = {"name": algorithm, **changed.details}
-            facts = {"key": key, "files": hashes, "details": details}
-            (staging / _FACTS).write_text(json.dumps(facts), "utf-8")
-            os.replace(staging, directory)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    return _read(checkpoint, directory, key)
+        group.on_first(partial(_write, changed, algorithm, directory, key))
+    return group.attempt(partial(_read, checkpoint, directory, key))
+
+
+def _write(changed: Changed, algorithm: str, directory: Path, key: str) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        write_tensors(staging / WEIGHTS_FILE, changed.tensors)
+        scales = {name: Tensor.of(scale) for name, scale in changed.scales.items()}
+        write_tensors(staging / _SCALES, scales)
+        hashes = {name: sha256_file(staging / name) for name in (WEIGHTS_FILE, _SCALES)}
+        details = {"name": algorithm, **changed.details}
+        facts = {"key": key, "files": hashes, "details": details}
+        (staging / _FACTS).write_text(json.dumps(facts), "utf-8")
+        os.replace(staging, directory)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _read(checkpoint: Checkpoint, directory: Path, key: str) -> ChangedModel:

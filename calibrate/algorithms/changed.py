@@ -1,5 +1,6 @@
 """The result of an algorithm that changes weights."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octet.numerics.bits import float32_to_bf16
-from octet.storage.tensors import Tensor
+from octet.storage.tensors import PendingTensor, Tensor
 
 __all__ = ["Changed", "in_stored_dtype"]
 
@@ -23,7 +24,7 @@ class Changed:
     are for the manifest.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor | PendingTensor]
     scales: dict[str, Float32Array] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 

@@ -24,15 +24,25 @@ class Student:
 
     `trained` holds the parameters that gradients reach, by name: copies of the quantized linears'
     weights [N, K] with "weights" in `train`, and of the norms' [H] with "norms". The model's own
-    parameters stay as they are. Activations and cache are rounded until `close`.
+    parameters stay as they are. Activations and cache are rounded until `close`. If only some
+    `layers` have weights in memory, only these are rounded and trained.
     """
 
     def __init__(
-        self, model: Any, spec: ModelSpec, recipe: Recipe, scales: Scales, train: Collection[str]
+        self,
+        model: Any,
+        spec: ModelSpec,
+        recipe: Recipe,
+        scales: Scales,
+        train: Collection[str],
+        layers: range | None = None,
     ) -> None:
         self._model = model
-        self._schemes = module_schemes(spec, recipe)
-        self._scales = DeviceScales(scales, model.device)
+        layers = range(spec.layers) if layers is None else layers
+        only = {linear.name for index in layers for linear in spec.linears(index)}
+        self._schemes = module_schemes(spec, recipe, only)
+        device = next(model.get_submodule(spec.layer(layers[0])).parameters()).device
+        self._scales = DeviceScales(scales, device)
         names = [f"{linear}.weight" for linear in self._schemes] if "weights" in train else []
         if "norms" in train:
             names += _norms(model)
@@ -41,7 +51,7 @@ class Student:
             name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
         }
         self._rounding = ExitStack()
-        for index in range(spec.layers):
+        for index in layers:
             prefix = spec.layer(index)
             layer = model.get_submodule(prefix)
             mine = {

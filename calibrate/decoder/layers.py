@@ -10,12 +10,14 @@ Some decoders scale embeddings in `forward` before the first layer; this applies
 alone. Some models scale or cap logits; this applies to each slice.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from calibrate.decoder.arithmetic import Float32Linear
@@ -34,7 +36,7 @@ _HEAD_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 
 
 class LayeredModel:
-    """`checkpoint` in `dtype` on `device`, run layer by layer and without gradients.
+    """`checkpoint` in `dtype` on `device`, run layer by layer.
 
     `weights` may be shared with other models of the checkpoint; by default none are held.
     """
@@ -65,6 +67,11 @@ class LayeredModel:
                 self._compute_buffers(module)
         self._turn = Turn()
         self._weights = weights or LayerWeights(checkpoint, self.device, room=0)
+
+    @property
+    def module(self) -> Any:
+        """The transformers model, of which only the layer in memory has weights."""
+        return self._model
 
     @torch.inference_mode()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -103,8 +110,25 @@ class LayeredModel:
         `cache` is a transformers cache, or None for one that is dropped; `kwargs` go to the model
         (`position_ids`, ...).
         """
+        options = {"inputs_embeds": hidden, "past_key_values": cache, "use_cache": True, **kwargs}
+        return self._run(hidden, partial(self._decoder, **options))
+
+    def differentiable(
+        self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Runs [B, T, H] through the layer in memory and returns [B, T, H], with gradients.
+
+        `parameters`, under their names in the checkpoint, take the place of the layer's own. Call
+        it during a sweep.
+        """
+        prefix = f"{self._model.base_model_prefix}."
+        own = {name.removeprefix(prefix): x for name, x in parameters.items()}
+        options = {"inputs_embeds": hidden, "use_cache": False}
+        return self._run(hidden, partial(functional_call, self._decoder, own, (), options))
+
+    def _run(self, hidden: torch.Tensor, decode: Callable[[], Any]) -> torch.Tensor:
         with self._turn.given(hidden):
-            self._decoder(inputs_embeds=hidden, past_key_values=cache, use_cache=True, **kwargs)
+            decode()
         result = self._turn.result
         if result is None or result.shape != hidden.shape:
             raise UnsupportedError(

@@ -50,6 +50,9 @@ class Group:
         """Returns the sum of every rank's `counts`, on every rank."""
         return counts
 
+    def add(self, values: torch.Tensor) -> None:
+        """Replaces `values` by the sum of every rank's, the same bits on every rank."""
+
     def share(self, arrays: Mapping[str, NDArray[np.float32]]) -> Mapping[str, NDArray[np.float32]]:
         """Returns rank 0's `arrays`, on every rank."""
         return arrays
@@ -114,6 +117,9 @@ class TorchGroup(Group):
         torch.distributed.all_reduce(total, group=self._ranks)
         summed: NDArray[np.int64] = total.cpu().numpy()
         return summed
+
+    def add(self, values: torch.Tensor) -> None:
+        torch.distributed.all_reduce(values, group=self._ranks)
 
     def share(self, arrays: Mapping[str, NDArray[np.float32]]) -> Mapping[str, NDArray[np.float32]]:
         # One by one: the scales of a large FP4 model take many gigabytes.

@@ -138,20 +138,29 @@ def measure_model(bench: Bench, quantization: Quantization, limit: Limit | None)
 
 
 def measure_gate(
-    bench: Bench, gate: Gate, quantization: Quantization, measured: Measured
+    bench: Bench,
+    gate: Gate,
+    quantization: Quantization,
+    measured: Measured,
+    *,
+    auto: bool = False,
 ) -> tuple[Outcome, dict[str, Any] | None]:
     """Judges the cost of the recipe by `gate`; if it fails, also measures each part alone.
 
-    If a budget chose the recipe, the gate uses text that the budget did not see. If there is too
-    little of that, or the text is what scales were chosen on, the outcome has a caveat. `measured`
-    holds earlier measurements. Also returns the recipe's sensitivity as JSON, if known.
+    If a budget chose the recipe, or `auto` the algorithm, the gate uses text that the choice did
+    not see. If there is too little of that, or the text is what scales were chosen on, the outcome
+    has a caveat. `measured` holds earlier measurements. Also returns the recipe's sensitivity as
+    JSON, if known.
     """
     reference, on = bench.reference, bench.evaluated_on
     caveat = "its scales were chosen on them" if on == CALIBRATION else None
-    if measured.chosen and bench.unseen is not None:
-        reference, on = bench.unseen, f"{bench.evaluated_on} that the budget did not see"
+    if (measured.chosen or auto) and bench.unseen is not None:
+        chooser = "the budget" if measured.chosen else "--algorithm auto"
+        reference, on = bench.unseen, f"{bench.evaluated_on} that {chooser} did not see"
     elif measured.chosen:
         caveat = "a budget chose its formats on them"
+    elif auto:
+        caveat = "--algorithm auto chose on them"
 
     def simulated() -> Divergence:
         spec = bench.checkpoint.spec

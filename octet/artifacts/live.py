@@ -39,6 +39,8 @@ KEPT = 256  # files of a directory; a reader maps them all
 _METADATA = "octet"
 _SUFFIX = ".safetensors"
 _LARGEST = 1 << 30  # bytes of a file
+_PARTIAL = ".partial"
+_STALE_S = 600.0  # a file is written within seconds; a partial one this old has lost its writer
 _NAME = re.compile(r"[0-9a-f]{1,64}-\d+-\d+\.safetensors")
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class LiveCounts:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):
                 pass
+            _remove_stale(directory)
         except OSError as error:
             raise ConfigError(
                 f"{directory}: live activations cannot be counted there ({error.strerror}); give a"
@@ -179,7 +182,7 @@ class LiveCounts:
     def _write(self, record: LiveRecord, counts: Mapping[str, NDArray[np.int64]]) -> None:
         name = f"{record.engine}-{record.rank}-{record.number}{_SUFFIX}"
         directory = self.options.directory
-        beside = directory / f".{name}.partial"
+        beside = directory / f".{name}{_PARTIAL}"
         try:
             tensors = {key: part for x in counts for key, part in pack_histogram(x, counts[x])}
             write_tensors(beside, tensors, {_METADATA: record.model_dump_json()})
@@ -207,6 +210,14 @@ def _files(directory: Path) -> list[tuple[float, Path]]:
 def _remove_old(directory: Path) -> None:
     for _, path in _files(directory)[:-KEPT]:
         path.unlink(missing_ok=True)
+
+
+def _remove_stale(directory: Path) -> None:
+    """Removes what killed processes had begun to write."""
+    for path in directory.glob(f".*{_SUFFIX}{_PARTIAL}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
 
 
 @dataclass(frozen=True)

@@ -195,18 +195,22 @@ class Manifest(BaseModel):
 
     def verify(self, directory: Path) -> None:
         """Raises ArtifactError naming the first file that is missing or altered."""
-        for name, digest in self.files.items():
-            path = directory / name
-            if not path.is_file():
-                raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {self.remedy}")
-            try:
-                altered = sha256_file(path) != digest
-            except OSError as error:
-                raise ArtifactError(f"{path}: {error.strerror}") from None
-            if altered:
-                raise ArtifactError(
-                    f"{path}: altered since it was written (SHA-256 differs); {self.remedy}"
-                )
+        for name in self.files:
+            self.verify_file(directory, name)
+
+    def verify_file(self, directory: Path, name: str) -> None:
+        """Raises ArtifactError if the file `name`, which must be listed, is missing or altered."""
+        path = directory / name
+        if not path.is_file():
+            raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {self.remedy}")
+        try:
+            altered = sha256_file(path) != self.files[name]
+        except OSError as error:
+            raise ArtifactError(f"{path}: {error.strerror}") from None
+        if altered:
+            raise ArtifactError(
+                f"{path}: altered since it was written (SHA-256 differs); {self.remedy}"
+            )
 
 
 def software(*packages: str) -> dict[str, str]:

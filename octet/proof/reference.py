@@ -13,7 +13,6 @@ from octet.artifacts.serving_path import EXPECTED_FILE, ExpectedSet, Power
 from octet.artifacts.signature import require_signature
 from octet.errors import ArtifactError, CheckpointError
 from octet.recipe import KvCacheDtype, Recipe
-from octet.storage.files import sha256_file
 
 __all__ = ["Proofs", "load_proofs"]
 
@@ -87,18 +86,7 @@ def _listed(directory: Path, name: str, manifest: Manifest) -> bool:
 
     Raises ArtifactError if a listed file is missing or altered.
     """
-    path, digest = directory / name, manifest.files.get(name)
-    if digest is None:
+    if name not in manifest.files:
         return False
-    if not path.is_file():
-        raise ArtifactError(f"{path}: missing; {MANIFEST_FILE} lists it; {manifest.remedy}")
-    try:
-        altered = sha256_file(path) != digest
-    except OSError as error:
-        raise ArtifactError(f"{path}: {error.strerror}") from None
-    if altered:
-        raise ArtifactError(
-            f"{path}: truncated or altered since it was written (SHA-256 differs);"
-            f" {manifest.remedy}"
-        )
+    manifest.verify_file(directory, name)
     return True

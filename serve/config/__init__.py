@@ -9,7 +9,7 @@ from serve.config.backends import (
     TritonConfig,
 )
 from serve.config.gateway import GatewayConfig, Limits, Logs, Traces
-from serve.config.models import ModelConfig, Shadow
+from serve.config.models import CaptureConfig, ModelConfig, Shadow
 from serve.config.pools import (
     DnsDiscovery,
     Ejection,
@@ -25,6 +25,7 @@ from serve.config.ray import RayConfig, RayEngines
 __all__ = [
     "Access",
     "BackendConfig",
+    "CaptureConfig",
     "DnsDiscovery",
     "Ejection",
     "EmbeddedConfig",

@@ -28,7 +28,7 @@ class KeyConfig(Section):
     tokens_per_day: Count | None = None  # quota; the day is UTC's
     max_in_flight: Count | None = None  # requests
     expires: Annotated[datetime, AfterValidator(_in_utc)] | None = None  # without a zone: UTC
-    private: bool = False  # no shadow and no judge gets a copy of its requests
+    private: bool = False  # its requests are not captured; no shadow and no judge gets a copy
 
     @property
     def limited(self) -> bool:

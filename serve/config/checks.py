@@ -61,7 +61,7 @@ def problems(config: GatewayConfig) -> list[Problem]:
         found += _pool(config, name, loc, pool)
     for name, model in config.models.items():
         found += _model(config, ("models", name), model)
-    return found
+    return [*found, *_captures(config)]
 
 
 def warnings(config: GatewayConfig) -> list[str]:
@@ -240,6 +240,16 @@ def _model(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Iterator[Prob
     for i, name in enumerate(model.fallback):
         if name in model.fallback[:i]:
             yield (*loc, "fallback", i), f"'{name}' is there twice"
+
+
+def _captures(config: GatewayConfig) -> Iterator[Problem]:
+    taken: dict[Path, str] = {}
+    for name, model in config.models.items():
+        if model.capture is not None:
+            other = taken.setdefault(model.capture.file, name)
+            if other != name:
+                message = f"is the file of the model '{other}' too; give each its own"
+                yield ("models", name, "capture", "file"), message
 
 
 def _one_at_a_time(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Iterator[Problem]:

@@ -1,13 +1,15 @@
 """One public model name, and the pools that serve it: their order and shares."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from serve.config.pools import PoolConfig
-from serve.config.section import Count, Fraction, Name, Section, tag
+from serve.config.section import Count, Fraction, Name, Number, Section, tag
 
-__all__ = ["Canary", "ModelConfig", "Shadow"]
+__all__ = ["Canary", "CaptureConfig", "ModelConfig", "Shadow"]
 
 
 class Canary(Section):
@@ -23,6 +25,25 @@ class Shadow(Section):
     pool: Name
     fraction: Fraction = 1.0
     max_in_flight: Count = 16  # beyond it, nothing is copied
+
+
+def _pattern(value: str) -> str:
+    try:
+        pattern = re.compile(value)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"is no regular expression of Python: {error}") from None
+    if pattern.search(""):
+        raise ValueError("matches an empty text, so it would be everywhere")
+    return value
+
+
+class CaptureConfig(Section):
+    """Keeps a share of the requests and answers, redacted, as samples for a calibration."""
+
+    file: Path  # JSON lines; several processes may share it, but not several models
+    share: Annotated[Number, Field(gt=0, le=1)] = 0.01  # of the requests
+    max_mb: Count = 100  # of the file: then every second line is dropped, and the share halves
+    redact: tuple[Annotated[str, AfterValidator(_pattern)], ...] = ()  # regular expressions
 
 
 def _from_list(value: Any) -> Any:
@@ -50,6 +71,7 @@ class ModelConfig(Section):
     aliases: tuple[Name, ...] = ()
     canary: tuple[Canary, ...] = ()
     shadow: Shadow | None = None
+    capture: CaptureConfig | None = None  # off
     fallback: tuple[Name, ...] = ()  # pools to use, in this order, when `pool` cannot answer
     # Starts `pool` alone, and each fallback only when the one before cannot serve and was stopped.
     one_at_a_time: bool = False

@@ -11,6 +11,7 @@ from octet.errors import ConfigError, OctetError
 from serve.access.keys import Keys
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig, PoolConfig, checks
 from serve.config.checks import load_config
+from serve.gateway.capture import require_writable
 from serve.gateway.discovery import origin_of
 from serve.gateway.state import Epoch, Gateway, all_of
 from serve.gateway.unproven import unproven
@@ -96,6 +97,7 @@ class Change:
             raise ConfigError(
                 "a model with one_at_a_time is added, changed or removed only by a restart"
             )
+        require_writable(config)
         for name, pool_config in config.all_pools.items():
             models = config.models_of(name)
             pool = gateway.pools.get(name)

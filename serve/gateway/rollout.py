@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from octet.errors import ConfigError, RequestError, nearest
+from serve.backends.base import supervised
 from serve.config import GatewayConfig, PoolConfig
 from serve.routing import Pool
 from serve.routing.judgement import Judgement
@@ -369,6 +370,9 @@ def _fault(pool: Pool) -> str | None:
     refused = [m.proof for m in pool.members if m.standing == "refused" and m.proof is not None]
     if refused and not pool.ready:
         return f"its proof refuses it: {refused[0].reason}"
+    ends = [m.backend.gave_up if supervised(m.backend) else "" for m in pool.members]
+    if ends and all(ends) and not pool.ready:
+        return f"it does not start: vLLM {ends[0]}"
     if judgement.problems >= _PROBLEMS:
         return f"it cannot be judged: {judgement.problem}"
     return None

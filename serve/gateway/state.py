@@ -15,6 +15,7 @@ from octet.errors import RequestError
 from serve.access.keys import Keys
 from serve.admission.admission import Admission
 from serve.config import GatewayConfig
+from serve.gateway.capture import Capture, require_writable
 from serve.gateway.collector import GatewayCollector
 from serve.gateway.discovery import Discovery
 from serve.gateway.recent import Recent
@@ -101,12 +102,14 @@ class Gateway:
         self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # previous ones with requests left
         self.finishing: list[Pool] = []  # out of use, but requests may still wait for them
         self.discoveries = self._discover()
+        self.captures = self._capture({})
         self._tasks: list[asyncio.Task[None]] = []  # that run until `close`
         self._drain_until = 0.0
 
     @classmethod
     def from_config(cls, config: GatewayConfig, *, processes: int = 1) -> Self:
-        """Raises OctetError if a backend's library, files or key are missing."""
+        """Raises OctetError if a backend's library, files or key are missing, or a directory."""
+        require_writable(config)
         pools = {}
         for name, pool in config.all_pools.items():
             if models := config.models_of(name):
@@ -185,6 +188,8 @@ class Gateway:
         if self.keys.shared is not None:
             await self.keys.shared.close()
         await asyncio.to_thread(self.keys.close)  # writes what the keys have spent
+        for capture in self.captures.values():
+            await asyncio.to_thread(capture.close)
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -198,6 +203,7 @@ class Gateway:
         for discovery in self.discoveries:
             discovery.stop()
         self.discoveries = self._discover()
+        self.captures = self._capture(self.captures)
         # Requests of the previous epoch and of earlier ones may still wait for pools out of use.
         epochs = [*self.earlier, before]
         self.finishing += gone
@@ -210,6 +216,20 @@ class Gateway:
         await all_of(map(_closed, pools))
         self.finishing = [pool for pool in self.finishing if pool not in pools]
         del self.earlier[epoch]
+
+    def _capture(self, before: dict[str, Capture]) -> dict[str, Capture]:
+        """Returns the captures of the models that have one; an unchanged one goes on."""
+        found = {}
+        for name, model in self.config.models.items():
+            if model.capture is not None:
+                capture = before.get(name)
+                if capture is None or capture.config != model.capture:
+                    capture = Capture(name, model.capture, self.metrics.captured)
+                found[name] = capture
+        for name, capture in before.items():
+            if found.get(name) is not capture:
+                capture.stop()
+        return found
 
     def _discover(self) -> list[Discovery]:
         return [

@@ -6,6 +6,7 @@ from typing import Any
 from octet import __version__
 from serve.backends.base import supervised
 from serve.config import ModelConfig
+from serve.gateway.capture import Capture
 from serve.gateway.state import Gateway
 from serve.routing import Member, Pool, Route
 
@@ -53,6 +54,7 @@ def status(gateway: Gateway, *, addresses: bool = False) -> dict[str, Any]:
         "shared_limits": None if shared is None else shared.status(addresses=addresses),
         "models": {
             name: _model(name, model, gateway.routes.resolve(name), gateway.rollouts.status(name))
+            | {"capture": _capture(gateway.captures.get(name), addresses)}
             for name, model in gateway.config.models.items()
         },
         "pools": pools,
@@ -126,6 +128,10 @@ def _model(
         "tier_aliases": dict(config.tier_aliases),
         "tiers": {name: tier.status() for name, tier in route.tiers.items()},
     }
+
+
+def _capture(capture: Capture | None, addresses: bool) -> dict[str, Any] | None:
+    return None if capture is None else capture.status(addresses=addresses)
 
 
 def _proof(pool: Pool) -> dict[str, Any]:

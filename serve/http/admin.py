@@ -212,8 +212,14 @@ def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
         except ValidationError as error:
             line = one_line(problems_of(error, _Wanted), {})
             raise RequestError(line, code="rollout_refused") from None
-        async with gateway.changing:
-            found = gateway.rollouts.start(model, wanted.pool, wanted.steps, wanted.timeout_s)
+        if gateway.reloading.locked():  # the rollout should be of what the new file lists
+            raise RequestError(
+                "the gateway is reloading its configuration: roll out when that is done",
+                status=409,
+                code="reloading",
+                retry_after_s=1,
+            )
+        found = gateway.rollouts.start(model, wanted.pool, wanted.steps, wanted.timeout_s)
         return JSONResponse(found, 202)
 
     @admin.delete("/models/{model:path}/rollout")

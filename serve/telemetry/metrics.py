@@ -162,6 +162,11 @@ class Metrics:
             "Copies of requests that a judge compared with its reference pool, by outcome.",
             ("pool", "outcome"),
         )
+        self.captured = self._counter(
+            "octet_captured_requests",
+            "Requests that were drawn to be captured; without the outcome kept: why one was not.",
+            ("model", "outcome"),
+        )
         self.rollouts = self._counter(
             "octet_rollouts", "Rollouts that ended, by outcome.", ("model", "pool", "outcome")
         )

@@ -1,12 +1,12 @@
 """Child processes that end with this one, the port that a server gets, and the cause in its log."""
 
-import ctypes
 import os
 import re
 import secrets
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import IO
 
 from octet.errors import ConfigError
 
-__all__ = ["STOP_S", "cause_in", "child_process", "end_with_parent", "free_port", "last_line"]
+__all__ = ["STOP_S", "cause_in", "child_process", "free_port", "guarded", "last_line"]
 
 STOP_S = 8.0  # from SIGTERM to SIGKILL; a gateway closes a pool within 10 s
 _ERROR = re.compile(r"(^|\s|\.)[A-Z]\w+Error: |\berror: ")  # of Python, and of argparse
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_GUARD = (sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")))
 _PORTS = range(10_000, 32_768)  # below those that the kernel gives to connections
 
 
@@ -28,33 +28,41 @@ def child_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a command in a process group of its own; nothing of it runs after the block.
 
-    On Linux it also gets SIGTERM if this process is killed.
+    Nothing runs after the end of this process either, see `guarded`.
     """
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=os.environ | dict(environment),
-        start_new_session=True,
-        preexec_fn=end_with_parent,
-    )
+    with guarded(words) as (guarded_words, pipe):
+        process = subprocess.Popen(
+            guarded_words,
+            stdin=pipe,
+            stdout=output,
+            stderr=output,
+            env=os.environ | dict(environment),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def guarded(words: Sequence[str]) -> Iterator[tuple[list[str], int]]:
+    """Yields what to execute in a new session for `words`, and its standard input.
+
+    The whole process group ends when this process ends, even by SIGKILL, or when the command does.
+    """
+    read, write = os.pipe()  # no other child inherits them
     try:
-        yield process
+        yield [*_GUARD, *words], read
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def end_with_parent() -> None:
-    """Has the kernel send SIGTERM to this process when the thread that started it ends (Linux)."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        os.close(read)
+        os.close(write)
 
 
 def free_port() -> int:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
 from octet.errors import printable
-from serve.vllm.process import STOP_S, cause_in, end_with_parent, free_port
+from serve.vllm.process import STOP_S, cause_in, free_port, guarded
 
 __all__ = ["Supervisor"]
 
@@ -100,25 +100,25 @@ class Supervisor:
         self.starts += 1
         words = self._words(port)
         _log.info("%s: starting %s", self.name, " ".join(words))
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | self._environment,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-        self.pid = process.pid
-        assert process.stdout is not None
-        reading = asyncio.create_task(self._read(process.stdout))
-        ended = asyncio.create_task(process.wait())
-        try:
-            return await self._until_its_end(ended, reading)
-        finally:
-            self.pid = None
-            await _end(process.pid, ended)
-            reading.cancel()
+        with guarded(words) as (guarded_words, pipe):
+            process = await asyncio.create_subprocess_exec(
+                *guarded_words,
+                stdin=pipe,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | self._environment,
+                start_new_session=True,
+            )
+            self.pid = process.pid
+            assert process.stdout is not None
+            reading = asyncio.create_task(self._read(process.stdout))
+            ended = asyncio.create_task(process.wait())
+            try:
+                return await self._until_its_end(ended, reading)
+            finally:
+                self.pid = None
+                await _end(process.pid, ended)
+                reading.cancel()
 
     async def _until_its_end(
         self, ended: "asyncio.Task[int]", reading: "asyncio.Task[None]"

@@ -1,17 +1,21 @@
 """`octet recover`: what it trains, writes, refuses, and continues."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from calibrate import recover
+from calibrate import recover, recover_layers
 from calibrate.decoder.rounding import fake_quantize
 from calibrate.options import Options, Training, validate
 from calibrate.pipeline import run
@@ -109,7 +113,12 @@ def test_the_divergence_is_lower_and_the_weights_are_on_the_grid(
     assert details["held_out"]["after"] < details["held_out"]["before"]
     assert details["held_out"]["less"]["low"] > 0
     assert len(details["loss"]) == details["epochs"] == 2
-    original = Checkpoint.open(tiny_model)
+    on_the_grid(calibration, tiny_model)
+
+
+def on_the_grid(calibration: Calibration, model: Path) -> None:
+    """Checks that the weights are trained, and values of their scales' grid."""
+    original = Checkpoint.open(model)
     trained = calibration.applied_to(original)
     schemes = module_schemes(original.spec, calibration.manifest.recipe)
     for linear, (scheme, _) in schemes.items():
@@ -251,16 +260,87 @@ def test_a_loss_that_is_not_finite(options: Options, monkeypatch: pytest.MonkeyP
     assert not options.out.exists()
 
 
-@pytest.mark.parametrize(("megabytes", "norms"), [(40, True), (1, False)])
-def test_too_little_memory_names_what_helps(
-    megabytes: int, norms: bool, options: Options, monkeypatch: pytest.MonkeyPatch
+def test_a_model_that_does_not_fit_is_trained_layer_by_layer(
+    recovered: Path,
+    options: Options,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It takes 49 MB: 30, and 19 for the gradients and moments of the weights."""
-    monkeypatch.setattr(recover, "free_memory", lambda _device: megabytes * 1_000_000)
-    with pytest.raises(ConfigError, match="GB of memory") as refused:
+    """The whole takes 49 MB, a layer 25 with hidden states in files."""
+    options = replace(options, spill=tmp_path / "spill")
+    monkeypatch.setattr(recover, "free_memory", lambda _device: 40_000_000)
+    calibration = run(options, console=Console())
+    assert calibration is not None
+    assert "training layer by layer" in " ".join(capsys.readouterr().out.split())
+    details = calibration.manifest.details["algorithm"]
+    assert details["method"] == "layer by layer" and details["steps"] == 2 * 2 * 16
+    assert all(last < first for first, last in details["loss"])
+    held_out = details["held_out"]
+    assert held_out["less"]["low"] > 0
+    # Without the whole model in memory, held-out divergence is measured all the same.
+    whole = Calibration.load(recovered).manifest.details["algorithm"]["held_out"]
+    assert held_out["before"] == pytest.approx(whole["before"], rel=1e-4)
+    on_the_grid(calibration, tiny_model)
+
+    calls = 0
+    real = recover_layers.backward
+
+    def until_the_second_layer(*args: Tensor) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 2 * 16 + 5:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(recover_layers, "backward", until_the_second_layer)
+    killed = replace(options, out=tmp_path / "killed")
+    with pytest.raises(KeyboardInterrupt):
+        run(killed)
+    # The method stays as it began, whatever memory is free now.
+    monkeypatch.setattr(recover, "free_memory", lambda _device: 1 << 40)
+    run(replace(killed, spill=None))
+    assert calls == 2 * 16 + 5 + 2 * 16  # the first layer is not trained again
+    for name in (WEIGHTS_FILE, "scales.safetensors", "histograms.safetensors"):
+        assert (killed.out / name).read_bytes() == (options.out / name).read_bytes()
+
+
+def test_too_little_memory_names_what_helps(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recover, "free_memory", lambda _device: 1_000_000)
+    with pytest.raises(ConfigError, match=r"0.0 GB are free .* a smaller --batch-size .* --spill"):
         run(options)
-    assert "a smaller --batch-size" in str(refused.value)
-    assert ("--train norms" in str(refused.value)) == norms
+
+
+def test_two_ranks_train_together(
+    origin: Path, tiny_model: Path, example_samples: Path, tmp_path: Path
+) -> None:
+    """Killed and resumed, they write the same bytes, and an error of one rank is that of all."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    worker = ["-m", "tests.calibrate.recover_ranks"]
+    places = [str(path) for path in (origin, tiny_model, example_samples, tmp_path)]
+    result = subprocess.run(
+        [*start, *worker, *places],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for method, steps in (("whole model", 8), ("layer by layer", 2 * 8)):
+        outs = [tmp_path / f"{method}-{run}" for run in ("straight", "resumed")]
+        details = Calibration.load(outs[0]).manifest.details["algorithm"]
+        assert (details["method"], details["processes"]) == (method, 2)
+        assert details["steps"] == steps  # of two batches each
+        assert details["held_out"]["less"]["low"] > 0
+        weights = [(out / WEIGHTS_FILE).read_bytes() for out in outs]
+        assert weights[0] == weights[1]
+    for rank in range(2):
+        said = (tmp_path / f"error-{rank}").read_text("utf-8")
+        assert said.startswith("the loss of layer 0 is not finite after 0 steps of training")
 
 
 def test_another_calibration_in_the_same_place_is_trained_anew(

@@ -3,10 +3,12 @@
 Options that real vLLM does not have make it misbehave: `--broken` ends with a traceback before it
 listens, `--hang` never listens, `--dead-after N` reports a dead engine after N seconds,
 `--slow N` takes N seconds for each token, and `--hold FILE` answers no request while the file is
-there.
+there. `--engine` starts a process beside the server, which ignores SIGTERM, as vLLM's does while it
+starts.
 """
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
@@ -35,6 +37,8 @@ def write_vllm(path: Path) -> Path:
 
 def main(words: list[str]) -> None:
     print(f"INFO starting {' '.join(words)}", flush=True)
+    if "--engine" in words:
+        subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600; :"])
     if "--broken" in words:
         print(TRACEBACK, file=sys.stderr)
         sys.exit(1)

@@ -284,6 +284,18 @@ def test_the_command_keeps_what_an_algorithm_changed(
         np.testing.assert_array_equal(float32_to_bf16(rounded), stored.codes, linear.name)
 
 
+def test_auto_compares_all_of_them(
+    modelopt_python: Path, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+) -> None:
+    done = calibrate(modelopt_python, tiny_model, tiny_samples, tmp_path / "out", "nvfp4", "auto")
+    assert done.returncode == 0, done.stderr
+    details = Calibration.load(tmp_path / "out").manifest.details
+    compared = details["compared"]
+    assert set(compared["kl"]) == {"none", "smoothquant", "awq", "gptq"}
+    assert min(compared["kl"].values()) > 0
+    assert details.get("algorithm", {"name": "none"})["name"] == compared["name"]
+
+
 def test_the_command_refuses_in_one_line_what_an_algorithm_is_not_for(
     modelopt_python: Path, tiny_model: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:

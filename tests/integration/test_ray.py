@@ -41,7 +41,7 @@ LAYER = 3  # whose weight scales are halved
 TOKENS = 32  # of an answer
 PROMPTS = ("def f(", "import ", "class A", "for i in ", "return ", "if x")
 PATIENCE_S = 600.0  # on a busy machine; nothing here is a measure of speed
-# Prints what Ray Serve knows of the replicas, whenever it changes.
+# Prints what Ray Serve knows of the deployments, whenever it changes.
 WATCH = """
 import json, sys, time
 import ray
@@ -50,7 +50,8 @@ ray.init(address=sys.argv[1], log_to_driver=False)
 before = None
 while True:
     found = serve.status().applications.get("octet")
-    now = {} if found is None else {n: d.replica_states for n, d in found.deployments.items()}
+    deployments = {} if found is None else found.deployments
+    now = {n: [d.status, d.message, d.replica_states] for n, d in deployments.items()}
     if now != before:
         print(json.dumps(now), flush=True)
     before = now
@@ -311,10 +312,19 @@ async def until(condition: Callable[[], bool], what: str) -> float:
     return time.monotonic() - began
 
 
+@dataclass
+class Status:
+    """A deployment, as `serve status` shows it."""
+
+    status: str = ""
+    message: str = ""
+    replicas: Counter[str] = field(default_factory=Counter)
+
+
 @pytest.fixture
-def states(cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[[], Counter[str]]]:
-    """A function that returns how many replicas of the engine are in which state."""
-    seen = tmp_path / "states"
+def status(cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[[], Status]]:
+    """A function that returns the status of the engine's deployment."""
+    seen = tmp_path / "status"
     with seen.open("wb") as output:
         process = subprocess.Popen(
             [str(layout.python(layout.RAY)), "-P", "-c", WATCH, cluster.address],
@@ -323,9 +333,10 @@ def states(cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[[], Counter
             stderr=subprocess.DEVNULL,
         )
 
-    def now() -> Counter[str]:
+    def now() -> Status:
         lines = seen.read_text().splitlines()
-        return Counter(json.loads(lines[-1]).get("main-1", {}) if lines else {})
+        found = json.loads(lines[-1]).get("main-1") if lines else None
+        return Status(*found[:2], Counter(found[2])) if found else Status()
 
     yield now
     process.kill()
@@ -337,7 +348,7 @@ async def test_a_replica_that_dies_loses_no_request_without_a_token(
     exports: Path,
     write: Callable[..., Path],
     port: int,
-    states: Callable[[], Counter[str]],
+    status: Callable[[], Status],
 ) -> None:
     backend = {"type": "embedded", "path": str(exports / "onnx"), "threads": 1}
     config = write("two", backend, min_replicas=2, max_replicas=2)
@@ -352,7 +363,7 @@ async def test_a_replica_that_dies_loses_no_request_without_a_token(
         os.kill(victim, signal.SIGKILL)
         await clients.more(16)
         took = await until(
-            lambda: states() == {"RUNNING": 2} and len(cluster.replicas("main-1")) == 2,
+            lambda: status().replicas == {"RUNNING": 2} and len(cluster.replicas("main-1")) == 2,
             "the replica is not replaced",
         )
         await clients.more(8)
@@ -371,7 +382,7 @@ async def test_replicas_follow_the_outstanding_tokens_and_a_wrong_one_gets_no_re
     exports: Path,
     write: Callable[..., Path],
     port: int,
-    states: Callable[[], Counter[str]],
+    status: Callable[[], Status],
     tmp_path: Path,
 ) -> None:
     """1 → 3 → 1; then the artifact is replaced by one with halved weight scales, and 1 stays 1."""
@@ -387,11 +398,11 @@ async def test_replicas_follow_the_outstanding_tokens_and_a_wrong_one_gets_no_re
         downscale_delay_s=5.0,
     )
     assert cluster.deploy(config).returncode == 0
-    await until(lambda: states() == {"RUNNING": 1}, "it is not one")
+    await until(lambda: status().replicas == {"RUNNING": 1}, "it is not one")
     async with Clients(url(port)) as clients:
-        up = await until(lambda: states() == {"RUNNING": 3}, "it is not three")
+        up = await until(lambda: status().replicas == {"RUNNING": 3}, "it is not three")
         await clients.more(24)
-    down = await until(lambda: states() == {"RUNNING": 1}, "it is not one again")
+    down = await until(lambda: status().replicas == {"RUNNING": 1}, "it is not one again")
     print(f"1 to 3 after {up:.0f} s, 3 to 1 after {down:.0f} s, {len(clients.answers)} answers")
     assert clients.lost() == []
     assert all(answer.whole for answer in clients.answers)
@@ -404,7 +415,9 @@ async def test_replicas_follow_the_outstanding_tokens_and_a_wrong_one_gets_no_re
     async with Clients(url(port)) as clients:
         await until(lambda: cluster.logs().count("is refused: ") >= before + 2, "none is refused")
         await clients.more(24)
-        assert states()["RUNNING"] == 1
+        reason = "OctetError: main/main-1 is refused: "
+        await until(lambda: reason in status().message, "Ray does not say why")
+        assert status().replicas["RUNNING"] == 1
         assert first in cluster.replicas("main-1")
     assert clients.lost() == []
     assert all(texts <= right[prompt] for prompt, texts in clients.texts().items())

@@ -26,6 +26,7 @@ from tests.integration.conftest import EXAMPLE, require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import VllmServer, cpu_flags
 from tests.integration.servers.process import Server, free_port
+from tests.serve.process import members, octet_serve
 
 CHARACTERS = 250  # of each sample
 MODEL = "model"  # the name of its directory
@@ -173,6 +174,40 @@ async def test_from_a_model_to_a_proven_service_that_survives_its_engine(kept: P
 
 def service_pid(log: str) -> int:
     return int(re.findall(r"APIServer pid=(\d+)", log)[-1])
+
+
+@pytest.mark.parametrize("process", ["APIServer", "EngineCore"])
+def test_vllm_ends_with_a_gateway_that_is_killed_while_it_starts(
+    process: str, tmp_path: Path
+) -> None:
+    """The gateway is killed at the first line in the log of vLLM's server, or of its engine."""
+    require(layout.VLLM)
+    backend = {
+        "type": "vllm",
+        "artifact": str(EXAMPLE / "model"),
+        "python": str(layout.python(layout.VLLM)),
+        "options": ["--enforce-eager"],
+        "environment": VllmServer(model=Path(), log=Path()).environment() | {"PYTHONWARNINGS": ""},
+    }
+    config = {"models": {MODEL: {"pool": "main"}}, "pools": {"main": {"backends": [backend]}}}
+    path = tmp_path / "octet.yaml"
+    path.write_text(json.dumps(config))
+    server = None
+    with octet_serve(path) as gateway:
+        assert gateway.stderr is not None
+        for line in gateway.stderr:
+            server = server or re.search(r"APIServer pid=(\d+)", line)
+            if re.search(rf"{process}\w* pid=", line):
+                break
+        assert server is not None, "vLLM did not start"
+        group = int(server[1])
+        assert len(members(group)) >= {"APIServer": 2, "EngineCore": 3}[process]
+        gateway.kill()
+        began = time.monotonic()
+        while members(group):
+            assert time.monotonic() - began < 30.0
+            time.sleep(0.1)
+        print(f"\nall of vLLM has ended {time.monotonic() - began:.1f} s after its gateway")
 
 
 def test_the_original_and_then_the_cpu_take_over(kept: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,8 +23,13 @@ KEY = "ok-admin"
 
 
 @asynccontextmanager
-async def gateway(tmp_path: Path, tilt: float = 0.0) -> AsyncIterator[Any]:
-    """With clients without end, and a key for administration; yields its `octet rollout`."""
+async def gateway(
+    tmp_path: Path, tilt: float = 0.0, reloading: asyncio.Lock | None = None
+) -> AsyncIterator[Any]:
+    """With clients without end, and a key for administration; yields its `octet rollout`.
+
+    A reload is under way as long as `reloading` is locked.
+    """
     model = {"pool": "main", "canary": [{"pool": "next", "fraction": 0.0}]}
     admin = {
         "sha256": hashlib.sha256(KEY.encode()).hexdigest(),
@@ -36,7 +42,9 @@ async def gateway(tmp_path: Path, tilt: float = 0.0) -> AsyncIterator[Any]:
     )
     backends = {"main": drawing(), "ref": drawing(), "next": drawing(tilt)}
     made = {name: Pool.of(name, [b], config.pools[name]) for name, b in backends.items()}
-    async with serving_gateway(Gateway(config, made)) as served:
+    rolled = Gateway(config, made)
+    rolled.reloading = reloading or rolled.reloading
+    async with serving_gateway(rolled) as served:
         prove(made["ref"])
 
         async def ask() -> None:
@@ -84,6 +92,25 @@ async def test_a_corrupted_canary_is_rolled_back_with_exit_code_1(tmp_path: Path
     assert done.returncode == 1
     assert "rolled back: it exceeds its limit: " in done.stdout
     assert done.stderr == "error: next is not promoted (rolled_back): it gets no requests\n"
+
+
+async def test_a_reload_that_is_under_way_is_awaited(tmp_path: Path) -> None:
+    lock, loop = asyncio.Lock(), asyncio.get_running_loop()
+    sleep = time.sleep
+
+    def sleep_and_end_the_reload(seconds: float) -> None:
+        if lock.locked():
+            loop.call_soon_threadsafe(lock.release)
+        sleep(seconds)
+
+    async with gateway(tmp_path, reloading=lock) as run:
+        await lock.acquire()
+        with patch("octet_cli.rollout.time.sleep", sleep_and_end_the_reload):
+            done = await run("m", "next", "--steps", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    waits, *_, last = done.stdout.splitlines()
+    assert waits.startswith("waits: the gateway is reloading its configuration")
+    assert last.endswith("is promoted: it gets all requests")
 
 
 async def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

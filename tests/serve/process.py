@@ -1,13 +1,13 @@
-"""The command in a process of its own."""
+"""The command in a process of its own, and the processes of a group."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["octet_serve"]
+__all__ = ["members", "octet_serve"]
 
 # As `python -m octet_cli.main`, but Linux kills it when whoever started it ends, be it killed
 # itself: a test run that is interrupted leaves nothing behind. 1 is PR_SET_PDEATHSIG, 9 SIGKILL.
@@ -36,3 +36,14 @@ def octet_serve(config: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group, without those that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, its_group, *_ = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state not in "XZ":
+                found.append(int(path.name))
+    return found

@@ -95,3 +95,14 @@ def test_a_discovery_file_that_is_not_there_yet_is_a_warning(tmp_path: Path) -> 
     result = checked(tmp_path, "models: {m: {pool: {discover: [{file: later.yaml}]}}}")
     assert result.exit_code == 0
     assert "later.yaml is not there (yet): it brings no backends" in result.stdout
+
+
+def test_a_file_that_cannot_be_captured_to_is_a_problem(tmp_path: Path) -> None:
+    text = "models: {{m: {{pool: [{}], capture: {{file: {}}}}}}}"
+    found = problems(checked(tmp_path, text.format(VLLM, "gone/p.jsonl")))
+    assert found == [
+        f"models.m.capture.file: {tmp_path / 'gone'}: no such directory; create it",
+    ]
+    result = checked(tmp_path, text.format(VLLM, "p.jsonl"))
+    assert f"model m: m, capture {tmp_path / 'p.jsonl'} (0.01)" in result.stdout.splitlines()
+    assert not (tmp_path / "p.jsonl").exists()

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -38,9 +39,11 @@ from serve.api.request.attempts import Attempts
 from serve.api.request.counts import longest_answer, reported
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.judge import judge_copy
+from serve.api.request.samples import READERS
 from serve.api.request.shadow import cast_shadow
 from serve.api.schemas import parse_body, require_json
 from serve.api.text import TextOperation
+from serve.gateway.capture import Taken
 from serve.gateway.state import Epoch, Gateway, shutting_down
 from serve.members.member import Member
 from serve.routing.pool import Pool
@@ -61,7 +64,7 @@ class Exchange:
 
     __slots__ = (
         *("attempts", "deadlines", "errors", "fields", "gateway", "headers", "observation"),
-        *("operation", "principal", "receive", "send", "tokens"),
+        *("operation", "principal", "receive", "send", "taken", "tokens"),
     )
 
     def __init__(
@@ -78,6 +81,7 @@ class Exchange:
         self.principal: Principal | None = None
         self.deadlines: Deadlines | None = None
         self.attempts: Attempts | None = None
+        self.taken: Taken | None = None  # for the model's capture
         self.tokens = 0  # events with tokens that were sent to the client
 
     async def run(self) -> None:
@@ -105,6 +109,8 @@ class Exchange:
             answer.headers.update(provenance(attempts.pool, attempts.tier, member))
             if self.principal is not None and not self.principal.private:
                 self._copy(attempts.call, answer.status)
+            if self.taken is not None:
+                self.taken.add(answer.first)
             if answer.rest is None:
                 if answer.status != 200:
                     answer.first = self.errors.refusal(answer.first, answer.status)
@@ -128,16 +134,21 @@ class Exchange:
                 self.deadlines.close()
             if self.attempts is not None:
                 self.attempts.release()
+            if self.taken is not None:
+                self.taken.drop("incomplete")
 
     def _copy(self, call: Call, status: int) -> None:
-        """Sends copies of the request to a shadow pool and to a judge, where a draw selects it.
+        """Gives the request to a shadow pool, a judge and a capture, where a draw selects it.
 
-        A request that its backend refused has nothing to judge.
+        For the last two, its backend must have answered it.
         """
         if call.route.config.shadow is not None:
             cast_shadow(self.gateway, self.operation, call)
         if status == 200 and isinstance(self.operation, TextOperation):
             judge_copy(self.gateway, self.operation, call)
+        capture = self.gateway.captures.get(call.route.name)
+        if status == 200 and capture is not None and call.path in READERS:
+            self.taken = capture.take(len(call.raw))
 
     async def _checked(self, epoch: Epoch) -> Attempts:
         """Checks the request and prepares its attempts. Raises RequestError to refuse it."""
@@ -203,6 +214,8 @@ class Exchange:
             async for piece in rest:
                 deadlines.sending()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if self.taken is not None:
+                    self.taken.add(piece)
                 if is_comment(piece):  # shows that the server lives, not that its model does
                     deadlines.sent(heard=False)
                     continue
@@ -247,6 +260,8 @@ class Exchange:
             self.observation.broken(code_of(tally.failed))
         elif error is None:
             attempts.succeeded()
+            if self.taken is not None:
+                self.taken.end(partial(READERS[attempts.call.path], attempts.call.data))
         counts = reported(attempts.call, tally, self.observation.choices)
         if counts is not None:
             self.observation.finished(*counts)

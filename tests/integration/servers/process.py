@@ -1,6 +1,6 @@
 """Starts a server as a child process in a group of its own, waits for it, and stops it.
 
-A guard (`guard.py`) stops the server if this process is killed and cannot.
+It ends with this process, even if that is killed (`serve.vllm.guard`).
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.integration.servers.guard import STOP_SECONDS
+from serve.vllm.process import guarded
 
+STOP_SECONDS = 15.0  # from SIGTERM to SIGKILL
 LOG_TAIL_LINES = 40
 
 
@@ -62,7 +62,9 @@ class Server:
     log: Path  # both output streams; overwritten at each start
     ready_seconds: float = 600.0  # the deadline; a busy two-core machine needs a minute for vLLM
     process: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
-    _guard: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    _guard: contextlib.ExitStack = field(
+        default_factory=contextlib.ExitStack, init=False, repr=False
+    )
 
     def command(self) -> list[str]:
         raise NotImplementedError
@@ -92,17 +94,18 @@ class Server:
     def start(self) -> None:
         """Returns when the server is ready; `ServerFailed` leaves nothing running."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._guard.close()  # of a server that ended by itself, and is started again
+        words, pipe = self._guard.enter_context(guarded(self.command()))
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                self.command(),
+                words,
                 env=os.environ | self.environment(),
                 cwd=self.log.parent,
-                stdin=subprocess.DEVNULL,
+                stdin=pipe,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        self._guard_group(self.process.pid)
         try:
             self._wait()
         except BaseException:
@@ -131,22 +134,7 @@ class Server:
             process.wait(STOP_SECONDS)
         signal_group(process.pid, signal.SIGKILL)
         process.wait()
-        self._release_guard()
-
-    def _guard_group(self, group: int) -> None:
-        self._release_guard()  # of a server that ended by itself, and is started again
-        guard = Path(__file__).with_name("guard.py")
-        self._guard = subprocess.Popen(
-            [sys.executable, "-S", str(guard), str(group)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    def _release_guard(self) -> None:
-        if self._guard is not None:
-            self._guard.communicate(b"stopped\n")
-            self._guard = None
+        self._guard.close()
 
     @property
     def _name(self) -> str:

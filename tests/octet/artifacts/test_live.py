@@ -56,6 +56,17 @@ def test_ranks_of_an_engine_are_added_up(calibration: Calibration, tmp_path: Pat
     assert not window.counts("of no observation").any()
 
 
+def test_a_start_removes_what_a_killed_writer_left(
+    calibration: Calibration, tmp_path: Path
+) -> None:
+    left, being_written = (tmp_path / f".{name}-0-0.safetensors.partial" for name in "ab")
+    for path in (left, being_written):
+        path.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    LiveCounts(Counting(tmp_path, 1), exported(calibration))
+    assert list(tmp_path.iterdir()) == [being_written]
+
+
 def test_ranks_draw_the_same_steps_and_about_one_in_n(
     calibration: Calibration, tmp_path: Path
 ) -> None:

@@ -34,6 +34,20 @@ def found_by(source: str) -> str:
             "models.m.canary.0.pool: unknown pool 'x'; known: m",
         ),
         (own("shadow: {pool: n}"), "models.m.shadow.pool: unknown pool 'n'"),
+        (own("capture: {file: p, share: 0}"), "models.m.capture.share: should be greater than 0"),
+        (
+            own("capture: {file: p, redact: ['(']}"),
+            "models.m.capture.redact.0: is no regular expression of Python: missing )",
+        ),
+        (
+            own("capture: {file: p, redact: ['x*']}"),
+            "models.m.capture.redact.0: matches an empty text",
+        ),
+        (
+            f"models: {{m: {{pool: [{VLLM}], capture: {{file: p}}}},"
+            f" n: {{pool: [{VLLM}], capture: {{file: ./p}}}}}}",
+            "models.n.capture.file: is the file of the model 'm' too; give each its own",
+        ),
         (own("fallback: [bf16]"), "models.m.fallback.0: unknown pool 'bf16'"),
         (own("fallback: [m]"), "models.m.fallback.0: 'm' is the model's pool already"),
         (

@@ -22,6 +22,7 @@ from serve.http.status_page import render
 from serve.vllm import supervisor
 from tests.fake_servers.vllm_command import write_vllm
 from tests.serve.conftest import Served, configured, serving_gateway
+from tests.serve.process import members
 from tests.serve.waiting import until
 
 BODY = {"model": "m", "prompt": "abc", "max_tokens": 8, "ignore_eos": True}
@@ -86,20 +87,20 @@ async def test_a_killed_process_is_replaced_and_no_request_without_a_token_is_lo
 ) -> None:
     caplog.set_level(logging.INFO)
     hold = tmp_path / "hold"
-    async with gateway_of(tmp_path, one(entry("--hold", str(hold)))) as served:
+    async with gateway_of(tmp_path, one(entry("--engine", "--hold", str(hold)))) as served:
         assert (await served.post("/v1/completions", BODY))[0] == 200  # it waits for the start
         before = process_of(served)["pid"]
         hold.touch()
         answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(40)]
         await until(lambda: served.gateway.pools["p"].members[0].in_flight == 40)
-        os.killpg(before, signal.SIGKILL)
+        os.kill(before, signal.SIGKILL)  # and not its engine
         hold.unlink()
         found = await asyncio.gather(*answers)
         assert [body for status, body in found if status != 200] == []
         process = process_of(served)
         assert process["starts"] == 2 and process["pid"] != before
         assert process["last_end"].startswith("was killed by SIGKILL: INFO starting serve")
-    assert not alive(before) and not alive(process["pid"])
+    await until(lambda: not members(before) and not members(process["pid"]))
     lines = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("own | INFO starting serve") for line in lines)
 
@@ -130,6 +131,26 @@ async def test_one_that_does_not_start_is_tried_again_and_refuses_requests(
         await until(lambda: process_of(served)["starts"] > 1)
         shown = status_of(served.gateway, addresses=True)["pools"]["p"]["backends"][0]
         assert reason in shown["process"]["last_end"]
+
+
+async def test_a_rollout_of_one_that_does_not_start_ends_with_the_cause(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    """Not when the time of its step is over, an hour later."""
+    text = (
+        "models: {m: {pool: p, canary: [{pool: next, fraction: 0}]}}\n"
+        "admin: {sha256: " + "a" * 64 + ", rollouts_file: rollouts.json}\n"
+        f"pools:\n  p: {{backends: [{entry()}], {QUICK}}}\n"
+        f"  next: {{backends: [{entry('--broken').replace('own', 'new')}], {QUICK},"
+        " judge: {reference: p, max_kl: 0.1}}\n"
+    )
+    async with gateway_of(tmp_path, text) as served:
+        rollouts = served.gateway.rollouts
+        rollouts.start("m", "next", [1.0], 3600.0)
+        await until(lambda: rollouts.state("m")["outcome"] != "running")
+        assert rollouts.state("m")["outcome"] == "rolled_back"
+        reason = rollouts.state("m")["reason"]
+        assert reason.startswith("it does not start: vLLM ended with code 1: ValueError: no kernel")
 
 
 async def test_it_ends_when_a_reload_removes_it(tmp_path: Path, entry: Callable[..., str]) -> None:

@@ -1,0 +1,306 @@
+"""Trains a quantized model one decoder layer at a time, in the memory of one layer.
+
+Each layer, rounded as it is served, gets what the trained layers before it make of the samples. It
+learns to make of that what the unquantized layer makes of the unquantized model's hidden states,
+and so makes up for errors before it (Li et al., "BRECQ", arXiv 2102.05426, with layers as blocks).
+
+The loss of a token is |student - teacher|² / |teacher|²: the norm that follows divides by the size
+of a hidden state, so this is the error that the next layer sees.
+
+In memory are a layer of the unquantized model and one of the student, what the optimizer keeps of
+it, and hidden states, or with `spill` those of one batch.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calibrate.algorithms.changed import in_stored_dtype
+from calibrate.algorithms.descent import Descent, order
+from calibrate.algorithms.student import Student
+from calibrate.decoder.layers import LayeredModel
+from calibrate.decoder.weights import LayerWeights
+from calibrate.job import Job
+from calibrate.journal.activations import (
+    ActivationFiles,
+    ActivationMemory,
+    Activations,
+    Embedded,
+    Entering,
+    temporary,
+)
+from calibrate.journal.steps import Steps
+from calibrate.options import Training
+from calibrate.quality.divergence import Sums, Tally
+from calibrate.samples.batches import Batch, real
+from calibrate.simulate.scales import Scales
+from octet.errors import ArtifactError
+from octet.model.checkpoint import Checkpoint
+from octet.progress import progress_bar
+from octet.storage.tensors import PendingTensor
+from octet.storage.tensors import Tensor as StoredTensor
+
+__all__ = ["Trained", "backward", "train_layers"]
+
+_LOGITS = 1 << 25  # at a time
+_LEAST = 1e-12  # mean square of a hidden state, in the loss
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Trained tensors as they are stored, by name, and how often the optimizer took a step.
+
+    `before` and `after` compare the student with the unquantized model on this rank's held-out
+    text; None if it has none. `loss` is the mean of each epoch, for a training by layers of each
+    layer's.
+    """
+
+    tensors: Mapping[str, StoredTensor | PendingTensor]
+    before: Sums | None
+    after: Sums | None
+    loss: list[Any]
+    steps: int
+
+
+def train_layers(
+    job: Job,
+    training: Training,
+    start: Checkpoint,
+    scales: Scales,
+    held_out: Sequence[Batch],
+    kept: Steps,
+) -> Trained:
+    """Trains each layer of `start`, and keeps it in `kept`, from which a killed run continues.
+
+    The ranks of the job's group share the batches, and the `held_out` ones. Raises NumericsError if
+    a loss is not finite.
+    """
+    with ExitStack() as stack:
+        return _Training(job, training, start, scales, held_out, kept, stack).run()
+
+
+class _Hidden:
+    """Hidden states of this rank's `batches` before a layer; `advance` moves them behind it."""
+
+    def __init__(self, batches: Sequence[Batch], entering: Entering, kept: Activations) -> None:
+        self.batches, self._entering, self._kept = batches, entering, kept
+
+    def read(self, index: int) -> Tensor:
+        hidden = self._entering.read(index)
+        return hidden.clone() if hidden.is_inference() else hidden  # gradients need it
+
+    def advance(self, forward: Callable[[Tensor], Tensor]) -> None:
+        for index in range(len(self.batches)):
+            self._kept.write(index, forward(self.read(index)))
+        self._entering = self._kept
+
+
+class _Training:
+    """One pass over the layers."""
+
+    def __init__(
+        self,
+        job: Job,
+        training: Training,
+        start: Checkpoint,
+        scales: Scales,
+        held_out: Sequence[Batch],
+        kept: Steps,
+        stack: ExitStack,
+    ) -> None:
+        self._job, self._training, self._scales = job, training, scales
+        self._start, self._kept, self._group = start, kept, job.group
+        self._spec, self._recipe = start.spec, job.options.recipe
+        self._teacher, self._student = (
+            LayeredModel(x, "float32", job.device, LayerWeights(x, job.device, room=0))
+            for x in (job.checkpoint, start)
+        )
+        every = job.inputs.plan.batches
+        self._steps = math.ceil(len(every) / self._group.world)  # of an epoch
+        mine, judged = (
+            batches[self._group.rank :: self._group.world] for batches in (every, held_out)
+        )
+
+        def hidden(model: LayeredModel, batches: Sequence[Batch]) -> _Hidden:
+            entering = Embedded(model, batches)
+            if job.options.spill is None:
+                return _Hidden(batches, entering, ActivationMemory(job.device))
+            directory = self._group.attempt(partial(temporary, job.options.spill, stack))
+            return _Hidden(batches, entering, ActivationFiles(directory, model, batches))
+
+        self._target, self._input = hidden(self._teacher, mine), hidden(self._student, mine)
+        self._reference = hidden(self._teacher, judged)
+        self._opened: tuple[int, dict[str, NDArray[Any]]] | None = None
+        self._before, self._after = (hidden(self._student, judged) for _ in range(2))
+
+    def run(self) -> Trained:
+        tensors: dict[str, StoredTensor | PendingTensor] = {}
+        losses: list[list[float]] = []
+        passes = self._training.epochs + 1
+        total = self._spec.layers * passes * sum(batch.tokens for batch in self._input.batches)
+        with progress_bar(self._job.console, "Training layers", total) as advance:
+            sweeps = (self._teacher.sweep(), self._student.sweep())
+            for (index, _), (_, layer) in zip(*sweeps, strict=True):
+                layer.float()  # a GPU holds it as it is stored
+                found, shapes = self._layer(index, advance)
+                losses.append(found)
+                for name, shape in shapes.items():
+                    read = partial(self._codes, index, name)
+                    tensors[name] = PendingTensor(self._start.dtype(name), shape, read)
+        before, after = self._group.attempt(
+            lambda: (self._sums(self._before), self._sums(self._after))
+        )
+        steps = self._spec.layers * self._training.epochs * self._steps
+        return Trained(tensors, before, after, losses, steps)
+
+    def _layer(
+        self, index: int, advance: Callable[[int], None]
+    ) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+        """Trains a layer if the journal does not hold it, and moves all hidden states behind it.
+
+        Returns the mean loss of each epoch, and the shapes of its trained tensors by name.
+        """
+        tokens = sum(batch.tokens for batch in self._input.batches)
+        self._through(partial(self._teacher.forward, cache=None), self._target, self._reference)
+        student = Student(
+            *(self._student.module, self._spec, self._recipe, self._scales, self._training.train),
+            layers=range(index, index + 1),
+        )
+        with closing(student):
+            self._through(self._with(student.served), self._before)
+            text = self._group.on_first(partial(self._finished, index))
+            if text is None:
+                losses = self._train(student, index, advance)
+                with torch.no_grad():
+                    served = student.served()
+                stored = {name: self._as_stored(name, x) for name, x in served.items()}
+                codes = {name: x.codes for name, x in stored.items()}
+                text = json.dumps(losses)
+                self._group.on_first(
+                    partial(self._kept.keep, _name(index), text=text, arrays=codes)
+                )
+            else:
+                losses = json.loads(text)
+                stored = {
+                    name: StoredTensor(self._start.dtype(name), codes)
+                    for name, codes in self._group.attempt(partial(self._load, index)).items()
+                }
+                advance(self._training.epochs * tokens)
+            values = {
+                name: torch.from_numpy(x.float32()).to(self._job.device)
+                for name, x in stored.items()
+            }
+            last = index + 1 == self._spec.layers
+            following = [self._after] if last else [self._after, self._input]
+            self._through(self._with(lambda: values), *following)
+        advance(tokens)
+        return losses, {name: x.shape for name, x in stored.items()}
+
+    def _train(self, student: Student, index: int, advance: Callable[[int], None]) -> list[float]:
+        batches, epochs = self._input.batches, self._training.epochs
+        descent = Descent(
+            list(student.trained.values()),
+            self._training.learning_rate,
+            epochs * self._steps,
+            self._group,
+            where=f" of layer {index}",
+        )
+        losses = []
+        for epoch in range(epochs):
+            found = []
+            for at in order(epoch, len(batches), self._steps):
+                tokens = 0 if at is None else batches[at].tokens
+                found.append(descent.step(partial(self._backward, student, at), tokens))
+                advance(tokens)
+            losses.append(sum(found) / len(found))
+        return losses
+
+    def _backward(self, student: Student, at: int | None) -> float:
+        assert at is not None
+        batch = self._input.batches[at]
+        states = self._student.differentiable(self._input.read(at), student.served())
+        return backward(real(states, batch), real(self._target.read(at), batch))
+
+    def _through(self, forward: Callable[[Tensor], Tensor], *all_hidden: _Hidden) -> None:
+        def work() -> None:
+            for hidden in all_hidden:
+                hidden.advance(forward)
+
+        self._group.attempt(work)
+
+    def _with(self, served: Callable[[], Mapping[str, Tensor]]) -> Callable[[Tensor], Tensor]:
+        """Returns the forward pass of the student's layer with the parameters `served`."""
+        with torch.no_grad():
+            parameters = served()
+
+        @torch.no_grad()
+        def forward(hidden: Tensor) -> Tensor:
+            return self._student.differentiable(hidden, parameters)
+
+        return forward
+
+    def _as_stored(self, name: str, value: Tensor) -> StoredTensor:
+        return in_stored_dtype(value.detach().cpu().numpy(), self._start.dtype(name))
+
+    def _finished(self, index: int) -> str | None:
+        found = self._kept.load(_name(index))
+        return None if found is None else found[0]
+
+    def _load(self, index: int) -> dict[str, NDArray[Any]]:
+        """Returns the codes of a finished layer's tensors; the last ones stay open."""
+        if self._opened is None or self._opened[0] != index:
+            found = self._kept.load(_name(index))
+            if found is None:
+                raise ArtifactError(
+                    f"{self._job.options.progress}: process {self._group.rank} does not find layer"
+                    f" {index} that process 0 has kept: name an --out that all machines share"
+                )
+            self._opened = index, found[1]
+        return self._opened[1]
+
+    def _codes(self, index: int, name: str) -> NDArray[Any]:
+        return self._load(index)[name]
+
+    @torch.no_grad()
+    def _sums(self, student: _Hidden) -> Sums | None:
+        """Compares the `student` with the unquantized model, behind the last layer."""
+        tally, at_once = Tally(), max(1, _LOGITS // self._spec.vocab_size)
+        for index, batch in enumerate(student.batches):
+            both = [real(x.read(index), batch) for x in (self._reference, student)]
+            parts = zip(*(torch.split(x, at_once) for x in both), strict=True)
+            tally.add(batch, (self._logits(*pair) for pair in parts))
+        return tally.sums() if student.batches else None
+
+    def _logits(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
+        ((before,), (now,)) = (
+            self._teacher.logits([teacher[None]])[0],
+            self._student.logits([student[None]])[0],
+        )
+        return before, now
+
+
+def backward(states: Tensor, teacher: Tensor) -> float:
+    """Adds the gradients of the loss to the parameters that `states` [tokens, H] depend on.
+
+    Returns the loss, the mean over tokens of |states - teacher|² / |teacher|².
+    """
+    with torch.no_grad():
+        error = states - teacher
+        size = teacher.square().mean(-1, keepdim=True).clamp_(min=_LEAST)
+        weighted = error / (size * error.numel())
+        loss = float((error * weighted).sum(dtype=torch.float64))
+        gradient = weighted.mul_(2)
+    torch.autograd.backward(states, gradient)
+    return loss
+
+
+def _name(index: int) -> str:
+    return f"layer-{index}"

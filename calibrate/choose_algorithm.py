@@ -69,7 +69,7 @@ def choose_algorithm(
     """
     options, inputs = job.options, job.inputs
     plain = replace(job, options=replace(options, sensitivity=False, budget=None, gate=None))
-    names = [UNCHANGED, *_candidates(job, options.recipe)]
+    names = [*_candidates(job, options.recipe), UNCHANGED]  # a missing ModelOpt is found at once
 
     def measured(name: str) -> Sums:
         found = quantize(plain, change(name))
@@ -128,7 +128,7 @@ def _best(sums: dict[str, Sums], on: str) -> _Choice:
         for name, found in sums.items()
         if name != UNCHANGED
     }
-    kl = {name: float(found.kl.sum() / found.tokens.sum()) for name, found in sums.items()}
+    kl = {name: float(sums[name].kl.sum() / sums[name].tokens.sum()) for name in (UNCHANGED, *less)}
     lower = [name for name in less if less[name]["low"] > 0]
     best = min(lower, key=kl.__getitem__, default=UNCHANGED)
     return _Choice(best, int(plain.tokens.sum()), on, kl, less)

@@ -293,6 +293,7 @@ class TestStatus:
                 "fallback": ["bf16"],
                 "one_at_a_time": False,
                 "shadow": {"pool": "new", "fraction": 0.5},
+                "capture": None,
                 "tier": None,
                 "tier_aliases": {},
                 "tiers": {},

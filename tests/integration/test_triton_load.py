@@ -125,7 +125,11 @@ async def run_all(stub: Stub, of: list[Case]) -> list[str | None]:
 def stub_process(server: TritonServer) -> dict[str, int]:
     """Resident memory (kB) and threads of the process that runs the model."""
     assert server.process is not None
-    (pid,) = set(processes_of_group(server.process.pid)) - {server.process.pid}
+    (pid,) = (
+        pid
+        for pid in processes_of_group(server.process.pid)
+        if b"python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    )
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     return {"kB": int(status["VmRSS"].split()[0]), "threads": int(status["Threads"])}

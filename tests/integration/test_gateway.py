@@ -24,7 +24,7 @@ from tests.integration.load import Load, Outcome
 from tests.integration.servers import layout
 from tests.integration.servers.launch import GatewayServer, TritonServer, VllmServer
 from tests.integration.servers.process import Server, signal_group
-from tests.integration.test_servers import processes_of_group
+from tests.integration.test_servers import is_stub, processes_of_group
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm" / "model"
 
@@ -126,10 +126,6 @@ async def test_triton_over_a_dead_model_is_found_out(
     print(f"\ndead stub: out after {out_s:.2f} s, back {back_s:.2f} s after; {load.summary()}")
     assert out_s < 5 and back_s < 10
     assert not load.lost, load.summary()
-
-
-def is_stub(pid: int) -> bool:
-    return b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 async def test_sigterm_under_load_finishes_what_began(

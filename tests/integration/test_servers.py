@@ -33,6 +33,11 @@ def processes_of_group(group: int) -> list[int]:
     return found
 
 
+def is_stub(pid: int) -> bool:
+    """Returns whether the process runs a Python model for Triton."""
+    return b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def request(text: str, max_tokens: int = 3) -> service_pb2.ModelInferRequest:
     message = service_pb2.ModelInferRequest(model_name="count", id="a request")
     for name, value in (("text_input", text), ("sampling_parameters", {"max_tokens": max_tokens})):

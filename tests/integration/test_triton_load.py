@@ -20,7 +20,7 @@ from tests.export.conftest import make_calibration
 from tests.integration.conftest import require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import ServerFailed, TritonServer
-from tests.integration.test_servers import processes_of_group
+from tests.integration.test_servers import is_stub, processes_of_group
 from tests.integration.triton_client import Refused, counters, pieces, text_request
 from tests.serve.contract import ask, collect
 
@@ -125,11 +125,7 @@ async def run_all(stub: Stub, of: list[Case]) -> list[str | None]:
 def stub_process(server: TritonServer) -> dict[str, int]:
     """Resident memory (kB) and threads of the process that runs the model."""
     assert server.process is not None
-    (pid,) = (
-        pid
-        for pid in processes_of_group(server.process.pid)
-        if b"python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-    )
+    (pid,) = filter(is_stub, processes_of_group(server.process.pid))
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     return {"kB": int(status["VmRSS"].split()[0]), "threads": int(status["Threads"])}

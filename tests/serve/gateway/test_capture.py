@@ -182,13 +182,13 @@ def test_thinning_on_a_full_disk_keeps_the_file(
     assert (os.listdir(tmp_path), capture.share) == (["prompts.jsonl"], 1.0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a tmpfs")
 def test_a_small_file_system_is_filled_to_whole_lines(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False)
     if mounted.returncode:
-        pytest.skip("cannot mount")
+        pytest.skip("needs the right to mount a tmpfs: run as root, outside of a container")
     try:
         file = disk / "prompts.jsonl"
         capture = capture_to(file, share=1.0)

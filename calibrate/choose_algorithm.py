@@ -1,4 +1,4 @@
-"""Chooses how weights are changed by measured divergence: `calibrate --algorithm auto`."""
+"""Chooses the algorithm that changes the weights, by divergence: `calibrate --algorithm auto`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace

@@ -1,8 +1,8 @@
 """Trains a quantized model one decoder layer at a time, in the memory of one layer.
 
-Each layer, rounded as it is served, gets what the trained layers before it make of the samples. It
-learns to make of that what the unquantized layer makes of the unquantized model's hidden states,
-and so makes up for errors before it (Li et al., "BRECQ", arXiv 2102.05426, with layers as blocks).
+Each layer, rounded as it is served, reads the output of the trained layers before it. It learns to
+reproduce the output of the unquantized layer in the unquantized model, and so also compensates for
+errors of earlier layers (Li et al., "BRECQ", arXiv 2102.05426, with layers as blocks).
 
 The loss of a token is |student - teacher|² / |teacher|²: the norm that follows divides by the size
 of a hidden state, so this is the error that the next layer sees.
@@ -88,7 +88,7 @@ def train_layers(
 
 
 class _Hidden:
-    """Hidden states of this rank's `batches` before a layer; `advance` moves them behind it."""
+    """Hidden states of this rank's `batches` before a layer; `advance` runs them through it."""
 
     def __init__(self, batches: Sequence[Batch], entering: Entering, kept: Activations) -> None:
         self.batches, self._entering, self._kept = batches, entering, kept

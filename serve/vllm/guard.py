@@ -1,4 +1,4 @@
-"""Ends a command and all that it started when the process that wants it has ended.
+"""Ends a command, and all that it started, when its caller ends.
 
     python -I -S guard.py WORDS...     in a new session; standard input is a pipe
 

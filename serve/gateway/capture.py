@@ -86,7 +86,9 @@ class Capture:
         """`metric` counts the requests that were drawn, by model and outcome."""
         self.config = config
         self.share = config.share  # of requests that are drawn now
-        self.problem = ""  # why nothing can be written
+        self.paused = False  # as the last write failed
+        self._failure = ""  # of the last write that failed
+        self._failed_at = 0.0  # by the monotonic clock
         self._outcomes: Counter[str] = Counter()  # of requests: "kept", or why not
         self._model = model
         self._metric = metric
@@ -94,18 +96,20 @@ class Capture:
         self._patterns = [re.compile(pattern) for pattern in config.redact]
         self._random = random.Random()
         self._held = 0  # bytes that wait
-        self._resumes = 0.0  # by the monotonic clock
-        self._known = (-1, 0)  # inode and size of the file that `share` is of
+        # Inode and size of the file that `share` is of; at first only the size is known.
+        self._known = (-1, _size_of(config.file))
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        for outcome in ("kept", "failed"):  # Prometheus sees no increase to a counter's first value
+            metric.labels(model, outcome)
 
     def take(self, size: int) -> "Taken | None":
         """Draws whether to capture a request of `size` bytes; returns it if so."""
         share = self.share
         if self._random.random() >= share:
             return None
-        if time.monotonic() < self._resumes:
+        if self.paused and time.monotonic() < self._failed_at + PAUSE_S:
             self.count("failed")
             return None
         taken = Taken(self, share)
@@ -155,6 +159,7 @@ class Capture:
             thread.join(CLOSE_S)
 
     def status(self, *, addresses: bool) -> dict[str, Any]:
+        """Reports what was captured; it reads no file, as a disk may hang."""
         with self._lock:
             dropped = dict(self._outcomes)
         found = {
@@ -162,10 +167,15 @@ class Capture:
             "share_now": self.share,
             "kept": dropped.pop("kept", 0),
             "dropped": dropped,
-            "paused": bool(self.problem),
+            "size_bytes": self._known[1],
+            "limit_bytes": self._limit,
+            "paused": self.paused,
+            "last_failure_s_ago": (
+                round(time.monotonic() - self._failed_at, 1) if self._failure else None
+            ),
         }
         if addresses:
-            found |= {"file": str(self.config.file), "problem": self.problem or None}
+            found |= {"file": str(self.config.file), "last_failure": self._failure or None}
         return found
 
     def write(self, samples: Samples, share: float) -> str:
@@ -181,17 +191,18 @@ class Capture:
         except OSError as error:
             self._failed(error)
             return "failed"
-        if self.problem:
+        if self.paused:
             _log.info("%s: requests are captured again", self.config.file)
-            self.problem = ""
+            self.paused = False
         return outcome
 
     def _failed(self, error: OSError) -> None:
-        self._resumes = time.monotonic() + PAUSE_S
-        if not self.problem:
+        if not self.paused:
             line = "%s: requests are served but not captured: %s; tried again every %g s"
             _log.warning(line, self.config.file, error.strerror, PAUSE_S)
-        self.problem = error.strerror or str(error)
+        self._failure = error.strerror or str(error)
+        self._failed_at = time.monotonic()
+        self.paused = True
 
     def _append(self, samples: Samples, share: float) -> str:
         while True:
@@ -242,6 +253,7 @@ class Capture:
             size -= len(half)
             os.ftruncate(descriptor, size)
         self.share = min(self.config.share, _share_of(lines.rpartition(b"\n")[2]) if lines else 1.0)
+        self._known = found.st_ino, size
         return size
 
     def _thin(self) -> None:
@@ -355,6 +367,14 @@ def _share_of(line: bytes) -> float:
     except (ValueError, TypeError, LookupError):
         pass
     raise OSError(errno.EINVAL, "it holds other lines than captured requests; name a new file")
+
+
+def _size_of(path: Path) -> int:
+    """Returns a file's size in bytes; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _beside(path: Path) -> Path:

@@ -74,7 +74,9 @@ def test_a_full_file_keeps_every_second_line_and_the_share_halves(tmp_path: Path
     file = tmp_path / "prompts.jsonl"
     capture = capture_to(file, share=1.0)
     written = [capture.write([{"text": f"{n:<250}"}], 1.0) for n in range(1000)]
-    assert file.stat().st_size <= LIMIT
+    size = file.stat().st_size
+    assert capture.status(addresses=False)["size_bytes"] == size <= LIMIT
+    assert capture_to(file).status(addresses=False)["size_bytes"] == size  # of another start
     assert capture.share < 0.3
     numbers = [int(line["text"]) for line in lines_of(file)]
     assert numbers == sorted(set(numbers))
@@ -151,7 +153,8 @@ def test_a_full_disk_leaves_no_half_line_and_capture_goes_on_later(
         assert [line["text"] for line in lines_of(file)] == ["before"]
         assert capture.take(1) is None  # paused: nothing is even drawn
         status = capture.status(addresses=True)
-        assert (status["paused"], status["problem"]) == (True, "No space left on device")
+        assert (status["paused"], status["last_failure"]) == (True, "No space left on device")
+        assert status["size_bytes"] == file.stat().st_size
     assert capture.write([{"text": "after"}], 1.0) == "kept"
     assert [line["text"] for line in lines_of(file)] == ["before", "after"]
     assert capture.status(addresses=False)["paused"] is False

@@ -194,9 +194,9 @@ async def test_a_full_disk_fails_no_request(tmp_path: Path) -> None:
         assert await outcomes(client, 5) == {"failed": 5}
         entry = status_of(client.gateway, addresses=True)["models"]["m"]["capture"]
         assert (entry["paused"], entry["file"]) == (True, "/dev/full")
-        assert entry["problem"] == "No space left on device"
+        assert entry["last_failure"] == "No space left on device"
         public = status_of(client.gateway)["models"]["m"]["capture"]
-        assert "file" not in public and "problem" not in public
+        assert "file" not in public and "last_failure" not in public
 
 
 async def test_a_slow_disk_delays_no_request_and_memory_is_bounded(

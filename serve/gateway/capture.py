@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as Metric
 
@@ -28,9 +28,13 @@ from octet.errors import ConfigError
 from octet.storage.files import open_file
 from serve.config import CaptureConfig, GatewayConfig
 
+if TYPE_CHECKING:
+    import regex
+
 __all__ = ["Capture", "Taken", "problem_with", "redacted", "require_writable"]
 
-MOST_TEXT = 128 * 1024  # characters of a request: a pattern holds Python's lock for 20 ms at most
+MOST_TEXT = 128 * 1024  # characters of a request: built-in patterns hold Python's lock for 20 ms
+REDACT_S = 5.0  # CPU time of the process that the `redact` patterns may take for a request
 MOST_ANSWER = 2 * 1024 * 1024  # bytes of an answer as it was sent
 MOST_HELD = 64 * 1024 * 1024  # bytes of the requests and answers that wait, of each model
 PAUSE_S = 30.0  # after a failure, such as a full disk
@@ -64,19 +68,39 @@ _log = logging.getLogger(__name__)
 Samples = list[dict[str, Any]]  # each with a text, or with messages
 
 
-def redacted(value: Any, patterns: Sequence[re.Pattern[str]] = ()) -> Any:
-    """Returns JSON `value` with all matches of `patterns` and the built-in ones replaced."""
-    if isinstance(value, str):
+def redacted(value: Any, patterns: "Sequence[regex.Pattern[str]]" = ()) -> Any:
+    """Returns JSON `value` with all matches of `patterns` and the built-in ones replaced.
+
+    Raises TimeoutError, which is an OSError, if `patterns` take longer than `REDACT_S`. Meanwhile
+    other threads run, as `regex` releases Python's lock; `re`, which has no limit, would hold it.
+    """
+    until = time.process_time() + REDACT_S  # the clock of regex's `timeout`
+
+    def replaced(text: str) -> str:
         for pattern in patterns:
-            value = pattern.sub("[REDACTED]", value)
-        for pattern, mark in _BUILT_IN:
-            value = pattern.sub(mark, value)
-        return value
-    if isinstance(value, list):
-        return [redacted(item, patterns) for item in value]
-    if isinstance(value, dict):
-        return {redacted(k, patterns): redacted(item, patterns) for k, item in value.items()}
-    return value
+            left = max(until - time.process_time(), 0.0)  # a negative one would be no limit
+            try:
+                text = pattern.sub("[REDACTED]", text, timeout=left)
+            except TimeoutError:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"redaction took over {REDACT_S:g} s at the pattern {pattern.pattern!r}; write"
+                    " it without nested repetition",
+                ) from None
+        for built_in, mark in _BUILT_IN:
+            text = built_in.sub(mark, text)
+        return text
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, str):
+            return replaced(part)
+        if isinstance(part, list):
+            return [clean(item) for item in part]
+        if isinstance(part, dict):
+            return {clean(key): clean(item) for key, item in part.items()}
+        return part
+
+    return clean(value)
 
 
 class Capture:
@@ -93,7 +117,7 @@ class Capture:
         self._model = model
         self._metric = metric
         self._limit = config.max_mb * 1_000_000
-        self._patterns = [re.compile(pattern) for pattern in config.redact]
+        self._patterns = _compiled(config.redact)
         self._random = random.Random()
         self._held = 0  # bytes that wait
         # Inode and size of the file that `share` is of; at first only the size is known.
@@ -109,12 +133,17 @@ class Capture:
         share = self.share
         if self._random.random() >= share:
             return None
-        if self.paused and time.monotonic() < self._failed_at + PAUSE_S:
+        if self.resting:
             self.count("failed")
             return None
         taken = Taken(self, share)
         taken.hold(size)
         return taken
+
+    @property
+    def resting(self) -> bool:
+        """Returns whether the last failure was so recent that nothing is tried."""
+        return self.paused and time.monotonic() < self._failed_at + PAUSE_S
 
     def count(self, outcome: str) -> None:
         with self._lock:
@@ -185,9 +214,8 @@ class Capture:
         """
         if len(json.dumps(samples, ensure_ascii=False)) > MOST_TEXT:
             return "too_long"
-        clean = redacted(samples, self._patterns)
         try:
-            outcome = self._append(clean, share)
+            outcome = self._append(redacted(samples, self._patterns), share)
         except OSError as error:
             self._failed(error)
             return "failed"
@@ -323,7 +351,9 @@ class Taken:
 
     def _write(self, samples_of: Callable[[bytes], Samples]) -> None:
         try:
-            outcome = self._capture.write(samples_of(b"".join(self._pieces)), self._share)
+            outcome = "failed"  # so that what waited behind a slow pattern takes no such time too
+            if not self._capture.resting:
+                outcome = self._capture.write(samples_of(b"".join(self._pieces)), self._share)
         except Exception as error:  # clients and backends send anything; their text is not logged
             _log.debug("a request is not captured: %s", type(error).__name__)
             outcome = "unsupported"
@@ -367,6 +397,14 @@ def _share_of(line: bytes) -> float:
     except (ValueError, TypeError, LookupError):
         pass
     raise OSError(errno.EINVAL, "it holds other lines than captured requests; name a new file")
+
+
+def _compiled(patterns: Sequence[str]) -> "list[regex.Pattern[str]]":
+    if not patterns:
+        return []
+    import regex
+
+    return [regex.compile(pattern) for pattern in patterns]
 
 
 def _size_of(path: Path) -> int:

@@ -57,6 +57,21 @@ def test_redaction_takes_linear_time(part: str) -> None:
     redacted(part * (capture_module.MOST_TEXT // len(part)))  # minutes if it were quadratic
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+$", r"(\w+\s?)+$", "a*b"])
+def test_a_slow_pattern_is_given_up_and_named(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_module, "REDACT_S", 0.1)
+    capture = capture_to(tmp_path / "prompts.jsonl", redact=[pattern])
+    # Of many messages, each fast enough: the limit is of the request.
+    many = [{"role": "user", "content": "a" * 2000 + "! b"}] * 50
+    assert capture.write([{"messages": many}], 0.01) == "failed"
+    status = capture.status(addresses=True)
+    assert status["paused"] and f"0.1 s at the pattern {pattern!r}" in status["last_failure"]
+    assert not (tmp_path / "prompts.jsonl").exists()
+    assert capture.write([{"text": "short"}], 0.01) == "kept"
+
+
 def test_a_file_is_private_and_calibration_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     capture = capture_to(file, redact=["ACME-[0-9]+"])

@@ -1,8 +1,11 @@
 """Measures after how many tokens `octet drift` detects other traffic, and its false alarms.
 
 The embedded engine serves an ONNX export of the example model, and counts every step. Each prompt
-(256 tokens at most, with 4 generated) is counted once. A run draws prompts without replacement and
-joins them to windows, since counts add up. Quiet runs draw code that the calibration has not seen.
+is counted once, with 4 tokens generated. It is cut where the calibration cut its samples: shorter
+prompts are other traffic. A run draws prompts without replacement and joins them to windows, since
+counts add up. Quiet runs draw code that the calibration has not seen. The published figures are of
+`octet calibrate examples/python-lm/model --recipe fp8-static --max-length 256`, with the samples
+`examples/python-lm/samples/calibration.jsonl`, and of its `octet export onnx`.
 
     python benchmarks/drift.py CALIBRATION EXPORT [--output benchmarks/results/drift-MACHINE.json]
 
@@ -33,7 +36,7 @@ from serve.engine.request import GenerateRequest
 
 SAMPLES = Path(__file__).parent.parent / "examples/python-lm/samples"
 SEEN = 256  # samples of calibration.jsonl that a calibration with default options counts
-PROMPT, ANSWER = 256, 4  # tokens
+ANSWER = 4  # tokens
 PROMPTS = {"code": 256, "prose": 80, "French": 80}
 WINDOW = 512  # tokens, at least
 SIZES = (8, 16, 32)  # windows of a run
@@ -70,14 +73,14 @@ def pieces(text: str, most: int) -> list[str]:
 
 
 async def counted(
-    texts: Iterable[str], export: Path, calibration: Calibration, directory: Path
+    texts: Iterable[str], most: int, export: Path, calibration: Calibration, directory: Path
 ) -> list[LiveWindow]:
-    """Serves prompts one after another; returns the counts of each."""
+    """Serves prompts of at most `most` tokens, one after another; returns the counts of each."""
     backend = EmbeddedBackend(export, count=Counting(directory, 1, 1 << 40))
     await backend.start()
     engine, tokenizer = backend._started.engine, backend.tokenizer  # type: ignore[union-attr]
     for number, text in enumerate(texts):
-        ids = tuple(tokenizer.encode(text)[:PROMPT])
+        ids = tuple(tokenizer.encode(text)[:most])
         request = GenerateRequest(
             request_id=str(number),
             model=backend.models[0],
@@ -152,6 +155,8 @@ def main() -> None:
     given = parser.parse_args()
     live.KEPT = 1 << 20  # the prompts of a run, each in a file
     calibration = Calibration.load(given.calibration)
+    samples = calibration.manifest.samples
+    assert samples is not None  # only an export may lack it
     kinds: dict[str, Callable[[], Iterator[str]]] = {"code": code, "prose": prose, "French": french}
     rng = np.random.default_rng(SEED)
     counts: dict[str, list[LiveWindow]] = {}
@@ -160,7 +165,7 @@ def main() -> None:
             chosen = list(texts())
             chosen = [chosen[i] for i in rng.permutation(len(chosen))[: PROMPTS[name]]]
             counts[name] = asyncio.run(
-                counted(chosen, given.export, calibration, Path(scratch) / name)
+                counted(chosen, samples.max_length, given.export, calibration, Path(scratch) / name)
             )
             print(name, len(chosen), "prompts", sum(x.tokens for x in counts[name]), "tokens")
         traffic = {
@@ -183,6 +188,8 @@ def main() -> None:
     facts = conditions(
         recipe=calibration.manifest.recipe.name,
         seed=SEED,
+        samples=samples.count,
+        max_length=samples.max_length,
         window_tokens=WINDOW,
         prompts=PROMPTS,
         false_alarms=runs[0].false_alarms,

@@ -1,6 +1,5 @@
 """One public model name, and the pools that serve it: their order and shares."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +27,11 @@ class Shadow(Section):
 
 
 def _pattern(value: str) -> str:
+    import regex  # with a limit of time, unlike re
+
     try:
-        pattern = re.compile(value)
-    except (re.error, RecursionError, OverflowError) as error:
+        pattern = regex.compile(value)
+    except (regex.error, RecursionError, OverflowError) as error:
         raise ValueError(f"is no regular expression of Python: {error}") from None
     if pattern.search(""):
         raise ValueError("matches an empty text, so it would be everywhere")

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter as Metric
 
@@ -28,9 +28,13 @@ from octet.errors import ConfigError
 from octet.storage.files import open_file
 from serve.config import CaptureConfig, GatewayConfig
 
+if TYPE_CHECKING:
+    import regex
+
 __all__ = ["Capture", "Taken", "problem_with", "redacted", "require_writable"]
 
-MOST_TEXT = 128 * 1024  # characters of a request: a pattern holds Python's lock for 20 ms at most
+MOST_TEXT = 128 * 1024  # characters of a request: built-in patterns hold Python's lock for 20 ms
+REDACT_S = 5.0  # CPU time of the process that the `redact` patterns may take for a request
 MOST_ANSWER = 2 * 1024 * 1024  # bytes of an answer as it was sent
 MOST_HELD = 64 * 1024 * 1024  # bytes of the requests and answers that wait, of each model
 PAUSE_S = 30.0  # after a failure, such as a full disk
@@ -64,19 +68,39 @@ _log = logging.getLogger(__name__)
 Samples = list[dict[str, Any]]  # each with a text, or with messages
 
 
-def redacted(value: Any, patterns: Sequence[re.Pattern[str]] = ()) -> Any:
-    """Returns JSON `value` with all matches of `patterns` and the built-in ones replaced."""
-    if isinstance(value, str):
+def redacted(value: Any, patterns: "Sequence[regex.Pattern[str]]" = ()) -> Any:
+    """Returns JSON `value` with all matches of `patterns` and the built-in ones replaced.
+
+    Raises TimeoutError, which is an OSError, if `patterns` take longer than `REDACT_S`. Meanwhile
+    other threads run, as `regex` releases Python's lock; `re`, which has no limit, would hold it.
+    """
+    until = time.process_time() + REDACT_S  # the clock of regex's `timeout`
+
+    def replaced(text: str) -> str:
         for pattern in patterns:
-            value = pattern.sub("[REDACTED]", value)
-        for pattern, mark in _BUILT_IN:
-            value = pattern.sub(mark, value)
-        return value
-    if isinstance(value, list):
-        return [redacted(item, patterns) for item in value]
-    if isinstance(value, dict):
-        return {redacted(k, patterns): redacted(item, patterns) for k, item in value.items()}
-    return value
+            left = max(until - time.process_time(), 0.0)  # a negative one would be no limit
+            try:
+                text = pattern.sub("[REDACTED]", text, timeout=left)
+            except TimeoutError:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"redaction took over {REDACT_S:g} s at the pattern {pattern.pattern!r}; write"
+                    " it without nested repetition",
+                ) from None
+        for built_in, mark in _BUILT_IN:
+            text = built_in.sub(mark, text)
+        return text
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, str):
+            return replaced(part)
+        if isinstance(part, list):
+            return [clean(item) for item in part]
+        if isinstance(part, dict):
+            return {clean(key): clean(item) for key, item in part.items()}
+        return part
+
+    return clean(value)
 
 
 class Capture:
@@ -86,31 +110,40 @@ class Capture:
         """`metric` counts the requests that were drawn, by model and outcome."""
         self.config = config
         self.share = config.share  # of requests that are drawn now
-        self.problem = ""  # why nothing can be written
+        self.paused = False  # as the last write failed
+        self._failure = ""  # of the last write that failed
+        self._failed_at = 0.0  # by the monotonic clock
         self._outcomes: Counter[str] = Counter()  # of requests: "kept", or why not
         self._model = model
         self._metric = metric
         self._limit = config.max_mb * 1_000_000
-        self._patterns = [re.compile(pattern) for pattern in config.redact]
+        self._patterns = _compiled(config.redact)
         self._random = random.Random()
         self._held = 0  # bytes that wait
-        self._resumes = 0.0  # by the monotonic clock
-        self._known = (-1, 0)  # inode and size of the file that `share` is of
+        # Inode and size of the file that `share` is of; at first only the size is known.
+        self._known = (-1, _size_of(config.file))
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        for outcome in ("kept", "failed"):  # Prometheus sees no increase to a counter's first value
+            metric.labels(model, outcome)
 
     def take(self, size: int) -> "Taken | None":
         """Draws whether to capture a request of `size` bytes; returns it if so."""
         share = self.share
         if self._random.random() >= share:
             return None
-        if time.monotonic() < self._resumes:
+        if self.resting:
             self.count("failed")
             return None
         taken = Taken(self, share)
         taken.hold(size)
         return taken
+
+    @property
+    def resting(self) -> bool:
+        """Returns whether the last failure was so recent that nothing is tried."""
+        return self.paused and time.monotonic() < self._failed_at + PAUSE_S
 
     def count(self, outcome: str) -> None:
         with self._lock:
@@ -155,6 +188,7 @@ class Capture:
             thread.join(CLOSE_S)
 
     def status(self, *, addresses: bool) -> dict[str, Any]:
+        """Reports what was captured; it reads no file, as a disk may hang."""
         with self._lock:
             dropped = dict(self._outcomes)
         found = {
@@ -162,10 +196,15 @@ class Capture:
             "share_now": self.share,
             "kept": dropped.pop("kept", 0),
             "dropped": dropped,
-            "paused": bool(self.problem),
+            "size_bytes": self._known[1],
+            "limit_bytes": self._limit,
+            "paused": self.paused,
+            "last_failure_s_ago": (
+                round(time.monotonic() - self._failed_at, 1) if self._failure else None
+            ),
         }
         if addresses:
-            found |= {"file": str(self.config.file), "problem": self.problem or None}
+            found |= {"file": str(self.config.file), "last_failure": self._failure or None}
         return found
 
     def write(self, samples: Samples, share: float) -> str:
@@ -175,23 +214,23 @@ class Capture:
         """
         if len(json.dumps(samples, ensure_ascii=False)) > MOST_TEXT:
             return "too_long"
-        clean = redacted(samples, self._patterns)
         try:
-            outcome = self._append(clean, share)
+            outcome = self._append(redacted(samples, self._patterns), share)
         except OSError as error:
             self._failed(error)
             return "failed"
-        if self.problem:
+        if self.paused:
             _log.info("%s: requests are captured again", self.config.file)
-            self.problem = ""
+            self.paused = False
         return outcome
 
     def _failed(self, error: OSError) -> None:
-        self._resumes = time.monotonic() + PAUSE_S
-        if not self.problem:
+        if not self.paused:
             line = "%s: requests are served but not captured: %s; tried again every %g s"
             _log.warning(line, self.config.file, error.strerror, PAUSE_S)
-        self.problem = error.strerror or str(error)
+        self._failure = error.strerror or str(error)
+        self._failed_at = time.monotonic()
+        self.paused = True
 
     def _append(self, samples: Samples, share: float) -> str:
         while True:
@@ -242,6 +281,7 @@ class Capture:
             size -= len(half)
             os.ftruncate(descriptor, size)
         self.share = min(self.config.share, _share_of(lines.rpartition(b"\n")[2]) if lines else 1.0)
+        self._known = found.st_ino, size
         return size
 
     def _thin(self) -> None:
@@ -311,7 +351,9 @@ class Taken:
 
     def _write(self, samples_of: Callable[[bytes], Samples]) -> None:
         try:
-            outcome = self._capture.write(samples_of(b"".join(self._pieces)), self._share)
+            outcome = "failed"  # so that what waited behind a slow pattern takes no such time too
+            if not self._capture.resting:
+                outcome = self._capture.write(samples_of(b"".join(self._pieces)), self._share)
         except Exception as error:  # clients and backends send anything; their text is not logged
             _log.debug("a request is not captured: %s", type(error).__name__)
             outcome = "unsupported"
@@ -355,6 +397,22 @@ def _share_of(line: bytes) -> float:
     except (ValueError, TypeError, LookupError):
         pass
     raise OSError(errno.EINVAL, "it holds other lines than captured requests; name a new file")
+
+
+def _compiled(patterns: Sequence[str]) -> "list[regex.Pattern[str]]":
+    if not patterns:
+        return []
+    import regex
+
+    return [regex.compile(pattern) for pattern in patterns]
+
+
+def _size_of(path: Path) -> int:
+    """Returns a file's size in bytes; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _beside(path: Path) -> Path:

@@ -82,6 +82,11 @@ def problems_of(status: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(
             ("Shared limits", f"Redis {reason}; meanwhile {_MEANWHILE[shared['when_lost']]}")
         )
+    for name, model in status["models"].items():
+        capture = model["capture"]
+        if capture is not None and capture["paused"]:
+            cause = capture.get("last_failure") or "see the log"
+            found.append((f"Model {name}", f"its requests are served but not captured: {cause}"))
     for name, pool in status["pools"].items():
         if pool["given_up"]:
             why = pool.get("given_up_because") or pool["given_up"].replace("_", " ")

@@ -64,6 +64,8 @@ const number = (value, digits = 3) =>
   known(value) ? value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) >= 1000 ? 21 : digits, maximumFractionDigits: 3 }) : "–";
 const nats = (value) => number(known(value) ? 1000 * value : null);
 const words = (text) => text.replaceAll("_", " ");
+const percent = (part) => `${number(100 * part)} %`;
+const megabytes = (bytes) => number(Math.round(bytes / 1e5) / 10);
 const rate = (value) => (known(value) ? number(value >= 100 ? Math.round(value) : value) : "–");
 // 1 ms is the bound of the histograms' first bucket: less cannot be told apart.
 const latency = (s) => (!known(s) ? "–" : s <= 0.001 ? "≤ 1 ms" : s < 1 ? `${number(1000 * s)} ms` : `${number(s)} s`);
@@ -89,11 +91,26 @@ function show(found) {
   const lines = [["Requests", `${number(found.requests)} running; up for ${duration(found.uptime_s)}`], ...found.problems];
   const shared = found.shared_limits;
   if (shared && shared.state === "shared") lines.push(["Shared limits", `counted by Redis for ${number(shared.gateways)} gateways`]);
+  for (const [name, { capture }] of Object.entries(found.models)) {
+    if (capture) lines.push([`Capture of ${name}`, captureOf(capture)]);
+  }
   fill(byId("problems"), lines.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text))));
   fill(byId("intervals"), intervals(found.pools));
   fill(byId("pools"), Object.entries(found.pools).map(([name, pool]) => poolOf(name, pool)));
   offer(found);
   administer();
+}
+
+// What is kept of a model's requests for the next calibration: figures only, no text of a request.
+function captureOf(capture) {
+  const dropped = Object.entries(capture.dropped).filter(([, count]) => count);
+  const thinned = capture.share_now < capture.share ? ` (${percent(capture.share)} until the file was full)` : "";
+  const on = `on, ${percent(capture.share_now)} of requests${thinned}`;
+  const facts = [capture.paused ? "paused by a failure" : on, `${number(capture.kept)} kept`];
+  if (dropped.length) facts.push(`not kept: ${dropped.map(([outcome, count]) => `${number(count)} ${words(outcome)}`).join(", ")}`);
+  facts.push(`${megabytes(capture.size_bytes)} of ${megabytes(capture.limit_bytes)} MB${capture.file ? ` in ${capture.file}` : ""}`);
+  if (known(capture.last_failure_s_ago)) facts.push(`last failure ${duration(capture.last_failure_s_ago)} ago${capture.last_failure ? `: ${capture.last_failure}` : ""}`);
+  return facts.join("; ");
 }
 
 // The expected range and the measured interval of each backend, on one logarithmic axis.

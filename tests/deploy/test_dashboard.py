@@ -144,7 +144,7 @@ def test_every_metric_of_ours_for_pools_and_answers_is_shown(known: dict[str, se
         "octet_calibration_drifted",
         "octet_calibration_live_until_seconds",
         "octet_calibration_misfits",
-        "octet_captured_requests_total",  # for the next calibration, not for operation
+        "octet_captured_requests_total",  # alerts tell of it, and /ui
         "octet_judged_ruling",  # an alert tells of it
         "octet_pool_ready",
         "octet_reloads_total",

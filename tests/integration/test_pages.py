@@ -169,10 +169,13 @@ PLAYED: list[tuple[str, str, str]] = [
     ("#send", "press", "Enter"),
     ("#outcome", "await", "tokens, the first after"),
     ("#facts", "await", "fp8/right"),
+    ("#problems", "await", "kept; 0 of 100 MB"),
+    ("#problems", "await", "paused by a failure; 0 kept; not kept: 1 failed"),
     ("#rows", "await", "%"),
     ("#admin-key", "type", KEY),
     ("#admin-key", "press", "Enter"),
     ("#done", "await", "Unlocked."),
+    ("#problems", "await", "captured: No such file or directory"),
     ("button[data-action=prove]", "press", "Enter"),
     ("#done", "await", "is being proven"),
     (".backend", "await", "as expected"),
@@ -185,15 +188,19 @@ PLAYED: list[tuple[str, str, str]] = [
 
 
 async def test_live_page(tmp_path: Path) -> None:
-    """Two backends, one of them refused, and a pool that cannot be reached."""
+    """Two backends, one of them refused; a pool that cannot be reached; a capture that fails."""
     proofs = write_proofs(tmp_path / "proofs")
+    gone = tmp_path / "gone"
+    gone.mkdir()
     async with running(served()) as right, running(served(WORSE)) as wrong:
         backends = ", ".join(
             f"{{type: vllm, url: '{url}', model: fake, name: {name}}}"
             for url, name in ((right.url, "right"), (wrong.url, "wrong"))
         )
         text = f"""
-            models: {{m: {{pool: fp8, fallback: [away]}}}}
+            models:
+              m: {{pool: fp8, fallback: [away], capture: {{file: {tmp_path}/m.jsonl, share: 1}}}}
+              n: {{pool: fp8, capture: {{file: {gone}/n.jsonl, share: 1}}}}
             tiers: {{exact: {{max_kl: 0.01}}}}
             pools:
               fp8: {{precision: fp8, backends: [{backends}], proof: {{golden: {proofs}}}}}
@@ -201,8 +208,13 @@ async def test_live_page(tmp_path: Path) -> None:
             {ADMIN}
         """
         async with serving_gateway(configured(tmp_path / "octet.yaml", text)) as gateway:
+            gone.rmdir()
+            body = {"model": "n", "prompt": "x", "max_tokens": 4}
+            async with gateway.session.post("/v1/completions", json=body) as response:
+                assert response.status == 200
             found = await asyncio.to_thread(look, f"{gateway.url}/ui", steps=PLAYED)
     assert_clean(found)
+    assert len((tmp_path / "m.jsonl").read_text("utf-8").splitlines()) == len(found)
 
 
 async def test_live_page_of_a_gateway_that_is_restarted(

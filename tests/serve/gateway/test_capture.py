@@ -57,6 +57,21 @@ def test_redaction_takes_linear_time(part: str) -> None:
     redacted(part * (capture_module.MOST_TEXT // len(part)))  # minutes if it were quadratic
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+$", r"(\w+\s?)+$", "a*b"])
+def test_a_slow_pattern_is_given_up_and_named(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_module, "REDACT_S", 0.1)
+    capture = capture_to(tmp_path / "prompts.jsonl", redact=[pattern])
+    # Of many messages, each fast enough: the limit is of the request.
+    many = [{"role": "user", "content": "a" * 2000 + "! b"}] * 50
+    assert capture.write([{"messages": many}], 0.01) == "failed"
+    status = capture.status(addresses=True)
+    assert status["paused"] and f"0.1 s at the pattern {pattern!r}" in status["last_failure"]
+    assert not (tmp_path / "prompts.jsonl").exists()
+    assert capture.write([{"text": "short"}], 0.01) == "kept"
+
+
 def test_a_file_is_private_and_calibration_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     capture = capture_to(file, redact=["ACME-[0-9]+"])
@@ -74,7 +89,9 @@ def test_a_full_file_keeps_every_second_line_and_the_share_halves(tmp_path: Path
     file = tmp_path / "prompts.jsonl"
     capture = capture_to(file, share=1.0)
     written = [capture.write([{"text": f"{n:<250}"}], 1.0) for n in range(1000)]
-    assert file.stat().st_size <= LIMIT
+    size = file.stat().st_size
+    assert capture.status(addresses=False)["size_bytes"] == size <= LIMIT
+    assert capture_to(file).status(addresses=False)["size_bytes"] == size  # of another start
     assert capture.share < 0.3
     numbers = [int(line["text"]) for line in lines_of(file)]
     assert numbers == sorted(set(numbers))
@@ -151,7 +168,8 @@ def test_a_full_disk_leaves_no_half_line_and_capture_goes_on_later(
         assert [line["text"] for line in lines_of(file)] == ["before"]
         assert capture.take(1) is None  # paused: nothing is even drawn
         status = capture.status(addresses=True)
-        assert (status["paused"], status["problem"]) == (True, "No space left on device")
+        assert (status["paused"], status["last_failure"]) == (True, "No space left on device")
+        assert status["size_bytes"] == file.stat().st_size
     assert capture.write([{"text": "after"}], 1.0) == "kept"
     assert [line["text"] for line in lines_of(file)] == ["before", "after"]
     assert capture.status(addresses=False)["paused"] is False

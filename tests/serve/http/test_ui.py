@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -137,6 +138,51 @@ async def test_a_stream_ends_when_its_client_goes(served: Served) -> None:
             response.close()
         await served.idle()
     await until(lambda: len(asyncio.all_tasks()) <= tasks + 1)  # the client's own connection
+
+
+async def test_what_is_captured_is_shown_without_text_of_it(
+    tmp_path: Path, upstreams: list[FakeOpenAI], often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "captured"
+    folder.mkdir()
+    file = folder / "prompts.jsonl"
+    capture = f"capture: {{file: {file}, share: 1, max_mb: 2}}"
+    text = one_pool(upstreams[0]).replace("pool: p}", f"pool: p, {capture}}}") + ADMIN
+    reports = []
+
+    async def captured(**headers: str) -> Any:
+        async with stream(served, **headers) as response:
+            reports.append(await next_report(response))
+        return reports[-1]["models"]["m"]["capture"]
+
+    async def send_until(kept: int, failed: int) -> Any:
+        async with served.session.post("/v1/completions", json=BODY | {"prompt": "SECRET"}) as sent:
+            assert sent.status == 200
+        while True:
+            found = await captured()
+            if (found["kept"], found["dropped"].get("failed", 0)) == (kept, failed):
+                return found
+
+    async with serving_gateway(configured(tmp_path / "octet.yaml", text)) as served:
+        found = await send_until(kept=1, failed=0)
+        assert found["size_bytes"] == file.stat().st_size > 0
+        assert found["limit_bytes"] == 2_000_000
+        assert (found["paused"], found["last_failure_s_ago"]) == (False, None)
+        assert "SECRET" in file.read_text("utf-8")
+        shutil.rmtree(folder)
+        found = await send_until(kept=1, failed=1)
+        assert found["paused"] and found["last_failure_s_ago"] < 60
+        problem = "its requests are served but not captured"
+        assert reports[-1]["title"] == "Ready, with problems"
+        assert ["Model m", f"{problem}: see the log"] in reports[-1]["problems"]
+        assert (await captured(**WITH_KEY))["last_failure"] == "No such file or directory"
+        assert ["Model m", f"{problem}: No such file or directory"] in reports[-1]["problems"]
+        folder.mkdir()
+        monkeypatch.setattr("serve.gateway.capture.PAUSE_S", 0.0)
+        found = await send_until(kept=2, failed=1)
+        assert not found["paused"] and found["last_failure_s_ago"] is not None
+        assert problem not in str(reports[-1]["problems"])
+    assert "SECRET" not in json.dumps(reports)
 
 
 async def test_a_drain_is_shown_and_ends_the_stream(

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import hashlib
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -194,9 +195,9 @@ async def test_a_full_disk_fails_no_request(tmp_path: Path) -> None:
         assert await outcomes(client, 5) == {"failed": 5}
         entry = status_of(client.gateway, addresses=True)["models"]["m"]["capture"]
         assert (entry["paused"], entry["file"]) == (True, "/dev/full")
-        assert entry["problem"] == "No space left on device"
+        assert entry["last_failure"] == "No space left on device"
         public = status_of(client.gateway)["models"]["m"]["capture"]
-        assert "file" not in public and "problem" not in public
+        assert "file" not in public and "last_failure" not in public
 
 
 async def test_a_slow_disk_delays_no_request_and_memory_is_bounded(
@@ -215,6 +216,25 @@ async def test_a_slow_disk_delays_no_request_and_memory_is_bounded(
             assert 0 < waiting <= 1000
         found = await outcomes(client, 20)
         assert found["kept"] + found["busy"] == 20 and found["busy"]
+
+
+async def test_requests_are_served_while_a_pattern_takes_exponential_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.gateway.capture.REDACT_S", 1.0)
+    file = tmp_path / "prompts.jsonl"
+    capture = {"redact": ["(a+)+$"]}
+    async with capturing(file, Scripted(whole()), capture=capture) as client:
+        body = {"model": "m", "prompt": "a" * 8000 + "!"}
+        began = time.process_time()
+        for _ in range(5):
+            assert (await client.request("/v1/completions", body)).status == 200
+        assert await outcomes(client, 0) == {}  # the first is still being redacted
+        assert await outcomes(client, 5) == {"failed": 5}
+        assert time.process_time() - began < 3.0  # those that waited took no second each
+        entry = status_of(client.gateway, addresses=True)["models"]["m"]["capture"]
+        assert entry["paused"] and "(a+)+$" in entry["last_failure"]
+    assert not file.exists()
 
 
 async def test_a_reload_turns_capture_on_and_off(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ __all__ = [
 
 EXPECTED_FILE = "expected.json"
 # Half of the faults are refused between an estimate and this multiple of it: measured with random
-# faults in two models, see "Power" in docs/proof.md.
+# faults in two models, see docs/explanation/power.md.
 _UNCERTAIN = 2
 # In nats, for models without a prediction. Chosen, not derived: they detect a broken export, not a
 # slightly inaccurate one.

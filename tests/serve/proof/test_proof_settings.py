@@ -222,7 +222,7 @@ async def test_it_listens_and_says_whom_it_asks_before_they_have_answered(
     config = GatewayConfig.model_validate({"models": {"m": {"pool": "p"}}, "pools": {"p": {}}})
     async with serving_gateway(Gateway(config, {"p": pool}), patience_s=0.0) as it:
         said = capfd.readouterr().err
-        assert "pool p: proving p-1, p-2 by a fake exam; none serves before" in said
+        assert "pool p: proving p-1, p-2 by a fake exam; each serves once its" in said
         assert "serves yet" not in said
         async with it.session.get("/health") as response:
             assert response.status == 200

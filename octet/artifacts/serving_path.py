@@ -122,7 +122,7 @@ class Power(BaseModel):
 
 
 def power_text(power: Sequence[Power]) -> str:
-    """Says for people which faults that were not simulated are refused."""
+    """Describes how small a fault that was not simulated can be and still be refused."""
     limits = [f"{x} after {x.prompts}" for x in power]
     limits[0] += " prompts"
     sizes = " and ".join(limits)

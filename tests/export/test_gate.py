@@ -84,7 +84,7 @@ def refused(out: Path, error: GateError, kept: Path | None = None) -> Mapping[st
     assert f"most is of {BAD} (" in said
     assert f"`octet rescale` with --exclude {BAD}, or calibrate again with --budget" in said
     kept = kept or out.with_name(f"{out.name}.refused")
-    assert said.endswith(f"evidence: {kept}")
+    assert said.endswith(f"report: {kept}")
     assert not out.exists() and [path.name for path in kept.parent.iterdir()] == [kept.name]
     assert len(GoldenSet.load(kept).records) == len(LENGTHS)
     evidence: dict[str, Any] = json.loads((kept / "gate.json").read_text())

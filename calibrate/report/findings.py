@@ -226,7 +226,7 @@ def _costly(
     return [
         Finding(
             f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g},"
-            f" more than the {COSTLY:.0%} at which Octet warns",
+            f" which is over {COSTLY:.0%}",
             _remedy(
                 f"Let octet calibrate --budget ppl={100 * COSTLY:g}% choose what stays in higher"
                 " precision, or choose another recipe or cache.",

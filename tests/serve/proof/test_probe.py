@@ -110,7 +110,7 @@ async def test_names_by_text_mean_nothing_without_a_tokenizer() -> None:
         running(FakeOpenAI(flavour="sglang")) as server,
         started(server.url, type="openai") as backend,
     ):
-        with pytest.raises(Unprovable, match="no tokenizer beside the golden records") as error:
+        with pytest.raises(Unprovable, match="the golden records have no tokenizer") as error:
             await asked(backend, tokenizer=None)
     assert error.value.kind == "tokenizer" and "\n" not in str(error.value)
 
@@ -140,8 +140,8 @@ async def test_fewer_log_probabilities_are_usable_and_said(silent: bool) -> None
     assert len(probed.responses) == len(RECORDS) and probed.alternatives == 5
     assert all(len(top) == 5 for r in probed.responses for top in r.tops)
     assert probed.notes == [
-        "it returns 5 log-probabilities of a token, not 20: the verdict is as certain, but changes"
-        " of less likely tokens alone are not seen"
+        "it returns 5 log-probabilities of a token, not 20: the verdict is as certain, but misses"
+        " changes of less likely tokens alone"
     ]
 
 

@@ -166,7 +166,9 @@ def test_check_says_where_only_the_mean_is_judged(tmp_path: Path) -> None:
     backends = "backends: [{type: vllm, url: 'http://h:2'}]"
     path.write_text(f"models: {{a: {{pool: {{{backends}, proof: {{golden: {bare}}}}}}}}}")
     said = CliRunner().invoke(app, ["serve", "--config", str(path), "--check"]).stdout
-    found = re.search(r"only the mean is judged, against ([\d.]+) nats, and no cause is", said)
+    found = re.search(
+        r"only the mean divergence is tested, with a bound of ([\d.]+) nats, and", said
+    )
     assert found is not None and 0 < float(found[1]) < 1
 
 

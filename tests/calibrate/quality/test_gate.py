@@ -198,7 +198,7 @@ class TestCalibrate:
             calibrated(injured, tiny_samples, out, gate=gate("0.002", "0.001%"))
         assert observed == [0, 1]
         said = str(caught.value)
-        assert "\n" not in said and "most is of model.layers.1." in said
+        assert "\n" not in said and "costliest parts are model.layers.1." in said
         assert "--exclude model.layers.1." in said and "--exclude model.layers.0." not in said
         refused = refused_directory(out)
         assert {path.name for path in tmp_path.iterdir()} == {"out.refused", "out.progress"}

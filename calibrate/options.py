@@ -138,8 +138,8 @@ def validate(options: Options) -> Checkpoint:
         check_refused(refused_directory(options.out))
     if spec.generic and (options.sensitivity or options.budget is not None):
         raise UnsupportedError(
-            f"{options.model}: --sensitivity and --budget work on logits as a known architecture"
-            f" makes them, and {spec.architecture} is none; calibrate without"
+            f"{options.model}: --sensitivity and --budget need an architecture that Octet knows,"
+            f" which {spec.architecture} is not; leave them out"
         )
     if options.training is not None and (spec.generic or spec.sparse_layers):
         what = "experts" if spec.sparse_layers else f"the architecture {spec.architecture}"

@@ -346,14 +346,14 @@ def _report(job: Job, solved: Solved) -> Report:
 
 
 def _judge(job: Job, solved: Solved | None, golden: GoldenSet) -> None:
-    """Raises GateError, and keeps the evidence, if the recipe costs more than the gate allows."""
+    """Raises GateError, and keeps the report, if the recipe costs more than the gate allows."""
     if solved is None or solved.solution.gate is None or solved.solution.gate.met:
         return
     raise _refused(job, solved.solution, _report(job, solved), golden)
 
 
 def _refused(job: Job, solution: Solution, report: Report, golden: GoldenSet) -> GateError:
-    """Keeps the evidence of a failed gate, and returns the error to raise."""
+    """Keeps the report of a failed gate, and returns the error to raise."""
     options, gate = job.options, solution.gate
     assert gate is not None
     refused = refused_directory(options.out)

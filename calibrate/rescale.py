@@ -235,9 +235,9 @@ def _unweighted(origin: Calibration, recipe: Recipe) -> list[str]:
     if not recipe.weighs_inputs or origin.mean_squares:
         return []
     return [
-        f"{origin.path} has no mean squares of the linears' inputs, as it is of an earlier release:"
-        " the scales of 4-bit weights have the least error of the weights, not of the outputs;"
-        " calibrate again for those"
+        f"{origin.path} has no mean squares of activations, because an earlier release wrote it:"
+        " the scales of 4-bit weights minimize the error of the weights, not of the outputs;"
+        " calibrate again to minimize the latter"
     ]
 
 

@@ -23,7 +23,7 @@ _DARK = ':root[data-theme="dark"]'
 
 
 def stylesheet() -> str:
-    """Returns the CSS: dark where the page asks for it, or else where the browser does."""
+    """Returns the CSS: dark if the page requests it, or else if the browser does."""
     text = (resources.files("octet") / "page.css").read_text("utf-8")
     start = text.index(_DARK)
     dark = text[start + len(_DARK) : text.index("}", start) + 1]

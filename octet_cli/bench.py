@@ -104,9 +104,10 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Speed of several servers under the same load, in alternating rounds, and quality.
+    """Compare the speed of several servers under the same load, and their quality.
 
-    All servers run at once: checkpoints share the GPU's memory equally.
+    All servers run at once, and take turns under load. The vLLM servers that are started on
+    checkpoints share the GPU's memory equally.
     """
     _require_targets(targets)
     tokenizer = _require_tokenizer(tokenizer, reference, golden)

@@ -1,4 +1,4 @@
-"""`octet calibrate`, `rescale` and `recover`: a model observed, and scales for any recipe."""
+"""`octet calibrate`, `rescale` and `recover`: observe a model, and find scales for a recipe."""
 
 import os
 import sys
@@ -90,7 +90,7 @@ def calibrate(
     kv_cache: KvOption = None,
     exclude: Exclude = None,
     name: Annotated[
-        str | None, typer.Option(help="What to serve the model as (default: its directory's name).")
+        str | None, typer.Option(help="Name to serve the model under (default: its directory's).")
     ] = None,
     count: Count = 256,
     held_out: Annotated[
@@ -100,7 +100,7 @@ def calibrate(
     messages_field: MessagesField = "messages",
     max_length: MaxLength = 512,
     long: Annotated[
-        Literal["cut", "split", "refuse"], typer.Option(help="What becomes of a longer sample.")
+        Literal["cut", "split", "refuse"], typer.Option(help="What to do with a longer sample.")
     ] = "cut",
     pack: Annotated[
         bool, typer.Option("--pack", help="Join samples into full rows instead of padding.")
@@ -116,7 +116,9 @@ def calibrate(
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option(help="kl=0.005 or ppl=1%: layers go up in precision until it is met."),
+        typer.Option(
+            help="kl=0.005 or ppl=1%: promote layers to a more precise format until it is met."
+        ),
     ] = None,
     max_kl: MaxKl = None,
     max_ppl_change: MaxPplChange = None,
@@ -132,10 +134,10 @@ def calibrate(
 ) -> None:
     """Observe a model on representative samples, and find its scales.
 
-    An interrupted run continues where it stopped when the same command is given again; so does one
-    that --max-kl or --max-ppl-change refused, with exit code 1, and whose evidence is beside what
-    it did not write. --restart begins anew, and so does --force where a run cannot continue. Under
-    torchrun, processes share the samples.
+    If a run is interrupted, the same command continues where it stopped. If the model misses
+    --max-kl or --max-ppl-change, the exit code is 1, OUT.refused has the report, and the same
+    command continues, too. --restart begins anew, and so does --force if a run cannot continue.
+    Under torchrun, processes share the samples.
     """
     from calibrate.options import Options
     from calibrate.quality.gate import Gate
@@ -310,13 +312,14 @@ def rescale(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Derive the scales of another recipe, for live traffic or of a training, without the samples.
+    """Derive new scales from a calibration, without its samples.
 
-    Limits are held against what it costs on the golden prompts.
+    They may be for another recipe, for live traffic, or from the amax history of a training.
+    --max-kl and --max-ppl-change limit what quantization costs on the golden prompts.
     """
     if all(given is None for given in (recipe, kv_cache, exclude, histograms, te_state)):
         raise ConfigError(
-            "what should change? Give --recipe, --kv-cache, --exclude, --histograms or --te-state"
+            "nothing to change: give --recipe, --kv-cache, --exclude, --histograms or --te-state"
         )
     from calibrate.options import validate_rescale
     from calibrate.quality.gate import Gate
@@ -380,7 +383,7 @@ def chosen_for(
         names = [name.strip() for name in devices.split(",") if name.strip()]
         found = tuple(dict.fromkeys(map(find_device, names)))
         if not found:
-            raise ConfigError("--for names no GPU: say such as h100,l40s")
+            raise ConfigError("--for names no GPU: give names such as h100,l40s")
     choice = choose(found, small=small, cache=kv_cache)
     if console is not None:
         table = Table(box=None, padding=(0, 2, 0, 0))

@@ -27,13 +27,14 @@ def ray(
     config: Annotated[Path, typer.Argument(help="YAML with pools of backends, and `ray`.")],
     address: Annotated[
         str | None,
-        typer.Option(help="Of the cluster (default: RAY_ADDRESS, or this machine's)."),
+        typer.Option(help="Address of the cluster (default: RAY_ADDRESS, or this machine)."),
     ] = None,
 ) -> None:
-    """Serve a configuration by Ray Serve: gateways, and replicas of its engines behind them.
+    """Serve a configuration with Ray Serve: gateways, and replicas of its engines behind them.
 
-    A replica is proven before it gets a request. Ray adds and removes replicas by the outstanding
-    tokens. Ends once all serve; `serve status` and `serve shutdown` of Ray do the rest.
+    Each replica is proven before it gets a request. Ray adds and removes replicas by the number of
+    outstanding tokens. The command ends once all replicas serve. Afterwards, use Ray's own
+    `serve status` and `serve shutdown`.
     """
     _require_ray()
     if not config.is_file():

@@ -25,16 +25,16 @@ def doctor(
         Path | None, typer.Option(help="The Python that has vLLM (default: Octet's own).")
     ] = None,
     recorded: Annotated[
-        Path | None, typer.Option(help="Judge another machine: what --json printed there.")
+        Path | None, typer.Option(help="Judge another machine, from what --json printed there.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Inspect this machine: what runs natively, what falls back, what is refused, and the remedy.
 
-    Looks at GPUs, drivers, packages, disks, ports and kernel caches. Multiplies in FP8, rounds a
-    cache, and compares both with Octet's codecs. With an artifact or a configuration: whether it
-    runs here, and how. Exit code 0 is fine, 1 something does not work as wanted, 2 it cannot be
-    told.
+    Inspects GPUs, drivers, packages, disks, ports and kernel caches. Multiplies in FP8, rounds a
+    cache, and compares both with Octet's codecs. With an artifact or a configuration, also reports
+    whether and how it runs here. Exit code 0: nothing to repair. 1: something does not work.
+    2: nothing could be checked.
     """
     if artifact is not None and config is not None:
         raise ConfigError("give an artifact or --config FILE, not both")

@@ -1,4 +1,4 @@
-"""`octet evaluate`: how well artifacts answer text that they have not seen."""
+"""`octet evaluate`: the perplexity and divergence of artifacts on held-out text."""
 
 import json
 import os
@@ -98,7 +98,7 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Held-out perplexity and divergence of several artifacts, with confidence intervals."""
+    """Measure held-out perplexity and divergence of artifacts, with confidence intervals."""
     local = [Path(target) for target in targets if "://" not in target]
     for path in (*local, *filter(None, (samples, reference, include_path))):
         if path != samples and is_hub_name(path):
@@ -116,11 +116,15 @@ def evaluate(
         )
     limits = [Limit.parse(text, "--gate") for text in gate or ()]
     if limits and samples is None:
-        raise ConfigError(f"--gate {limits[0]} is of what --samples measures: give --samples FILE")
+        raise ConfigError(
+            f"--gate {limits[0]} needs held-out texts to measure: give --samples FILE"
+        )
     require_room(out, html)
     require_golden(golden, key)
     if golden is not None and len(local) == len(targets):
-        raise ConfigError("--golden proves servers, and none is given: give one as http://...")
+        raise ConfigError(
+            "--golden checks servers, and no target is one: give a server as http://..."
+        )
 
     from verify.evaluation.evaluator import evaluate as score
     from verify.evaluation.gate import check_gate, judge, require_met

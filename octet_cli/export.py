@@ -1,4 +1,4 @@
-"""`octet export` and `octet build-engine`: a calibration becomes what an engine loads."""
+"""`octet export` and `octet build-engine`: convert a calibration into what an engine loads."""
 
 import json
 from pathlib import Path
@@ -128,10 +128,11 @@ def export_triton(
         ),
     ] = None,
     backend: Annotated[
-        TritonBackend | None, typer.Option(help="What runs it inside Triton (default: python).")
+        TritonBackend | None, typer.Option(help="Triton backend that runs it (default: python).")
     ] = None,
     engine: Annotated[
-        Path | None, typer.Option(help="What `build-engine` wrote, for an entry that runs it.")
+        Path | None,
+        typer.Option(help="Directory that `build-engine` wrote, for an entry that runs it."),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Every entry that can be written here.")
@@ -162,7 +163,7 @@ def export_triton(
     if every and any(given is not None for given in tuned):
         raise ConfigError("--all writes entries as they are: tune one with --backend and --out")
     if out is None and not every:
-        raise ConfigError("say where to with --out, or write all entries with --all")
+        raise ConfigError("give --out DIR, or write all entries with --all")
     Manifest.load(calibration, "calibration", verify=False)
     from export.triton import write as triton
     from export.triton.entries import Tuning
@@ -215,7 +216,7 @@ def build_engine(
     out: Out,
     builder: Annotated[
         Literal["auto", "tensorrt", "tensorrt-rtx"],
-        typer.Option(help="auto: tensorrt where it is installed beside a GPU."),
+        typer.Option(help="auto: tensorrt if it is installed and there is a GPU."),
     ] = "auto",
     target: Annotated[
         str | None,
@@ -229,14 +230,14 @@ def build_engine(
     ] = None,
     usual_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences of a step that it is tuned for (default: 4)."),
+        typer.Option(min=1, help="Sequences of the step to tune kernels for (default: 4)."),
     ] = None,
     usual_length: Annotated[
         int | None,
-        typer.Option(min=1, help="Cached tokens of each that it is tuned for (default: 512)."),
+        typer.Option(min=1, help="Cached tokens of each sequence in that step (default: 512)."),
     ] = None,
     full_precision: Annotated[
-        bool, typer.Option("--full-precision", help="Without quantization, as a baseline.")
+        bool, typer.Option("--full-precision", help="Build without quantization, as a baseline.")
     ] = False,
     workspace: Annotated[
         float, typer.Option(min=0.001, help="GiB of scratch memory that one layer may use.")

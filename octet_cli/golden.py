@@ -20,7 +20,9 @@ def golden(
     quantized: Annotated[
         Path,
         typer.Option(
-            "--quantized", "-q", help="What llm-compressor, ModelOpt or another tool made of it."
+            "--quantized",
+            "-q",
+            help="The checkpoint that llm-compressor, ModelOpt or another tool made of it.",
         ),
     ],
     samples: Annotated[
@@ -32,7 +34,7 @@ def golden(
         typer.Option("--kv-cache", "--kv", help="Format of the cache, if not the checkpoint's."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What the model is called (default: its directory's name).")
+        str | None, typer.Option(help="Name of the model (default: its directory's).")
     ] = None,
     text_field: TextField = "text",
     messages_field: Annotated[

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _fail(
-                "the disk is full: free some space, or write to another; nothing half-written stays"
+                "the disk is full: free some space, or write to another; no partial output is kept"
             )
         if error.strerror is None:
             raise

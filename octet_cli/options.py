@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they print when they have written something."""
+"""Options that several commands share, and the report that they print after writing."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ RECIPES = ", ".join(PRESETS)
 
 Model = Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint.")]
 Source = Annotated[Path, typer.Argument(metavar="CALIBRATION", help="What `calibrate` wrote.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write; whole or not at all.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Directory to write, atomically.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a report.")]
 ModelOption = Annotated[
@@ -45,7 +45,7 @@ MaxKl = Annotated[
     typer.Option(
         "--max-kl",
         metavar="NATS",
-        help="Fail where the next-token KL is over this, with 95 % confidence (such as 0.005).",
+        help="Fail unless the next-token KL is below this, with 95 % confidence (such as 0.005).",
     ),
 ]
 MaxPplChange = Annotated[
@@ -53,13 +53,13 @@ MaxPplChange = Annotated[
     typer.Option(
         "--max-ppl-change",
         metavar="PERCENT",
-        help="Fail where perplexity rises by more than this, with 95 % confidence (such as 1%).",
+        help="Fail unless perplexity rises by less than this, with 95 % confidence (such as 1%).",
     ),
 ]
 Gate = Annotated[
     Literal["default", "off"],
     typer.Option(
-        help="Without limits: the default one on the predicted KL, or none, which is recorded."
+        help="Without these limits: apply the default one to the predicted KL, or none (recorded)."
     ),
 ]
 Golden = Annotated[

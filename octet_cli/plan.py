@@ -35,14 +35,14 @@ def plan(
     ] = None,
     bench: Annotated[
         Path | None,
-        typer.Option(help="What `octet bench --json` measured on this GPU: replaces the roofline."),
+        typer.Option(help="Output of `octet bench --json` on this GPU: replaces the roofline."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write one page with plots and all figures.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan the memory, GPUs, speed and cost of serving a model, by recipe and cache.
+    """Estimate the memory, GPUs, speed and cost of serving a model, by recipe and cache.
 
     Needs no weights and no GPU. Memory is divided as vLLM does it.
     """

@@ -1,4 +1,4 @@
-"""`octet rollout`: takes a canary of a running gateway to all requests, share by share, or back."""
+"""`octet rollout`: raises a canary's share of the requests step by step, or sets it back to 0."""
 
 import http.client
 import json
@@ -30,21 +30,21 @@ def rollout(
         str, typer.Option(help="Environment variable that holds the administrator's key.")
     ] = "OCTET_ADMIN_KEY",
     steps: Annotated[
-        str, typer.Option(help="Shares of the requests, the last 1.")
+        str, typer.Option(help="Growing shares of the requests; the last is 1.")
     ] = "0.01,0.1,0.5,1",
-    timeout: Annotated[
-        float, typer.Option(help="Seconds that the judge has for each step.")
-    ] = 3600,
+    timeout: Annotated[float, typer.Option(help="Longest time of a step, in seconds.")] = 3600,
     back: Annotated[bool, typer.Option("--back", help="Send the model's canary back.")] = False,
 ) -> None:
-    """Roll out a canary: proof, copies for its judge alone, then share by share to all requests.
+    """Roll out a canary: its proof, then copies for its judge, then growing shares of the requests.
 
-    Prints each step. The canary goes back to no requests if its judge rules that it exceeds its
-    limit, if its proof refuses it, if it fails, or if a step takes too long. Exit code 0 is
-    promoted (with --back: sent back), 1 rolled back.
+    Prints each step. The canary is rolled back, and gets no requests, if its judge rules that it
+    exceeds its limit, if its proof refuses it, if it fails, or if a step takes too long. Exit code
+    0: promoted (with --back: sent back). 1: rolled back.
     """
     if (pool is None) != back:
-        raise ConfigError("name the canary to roll out, or give --back to send the model's back")
+        raise ConfigError(
+            "name the canary to roll out, or give --back to send the model's canary back"
+        )
     if not gateway.startswith(("http://", "https://")):
         raise ConfigError(f"--gateway {gateway}: should start with http:// or https://")
     url = f"{gateway.rstrip('/')}/admin/models/{quote(model, safe='')}/rollout"
@@ -137,7 +137,7 @@ def _call(method: str, url: str, key_env: str, body: Any = None) -> dict[str, An
         not isinstance(content, dict)
         or not {"outcome", "events", "pool", "began"} <= content.keys()
     ):
-        raise ConfigError(f"{url}: not the administration of a gateway of this version")
+        raise ConfigError(f"{url}: not the administration address of a gateway of this version")
     return content
 
 
@@ -147,4 +147,4 @@ def _error(error: urllib.error.HTTPError) -> tuple[str, str]:
         found = json.loads(error.read(_MOST))["error"]
         return str(found["message"]), str(found["code"])
     except (OSError, ValueError, LookupError, TypeError):
-        return f"status {error.code}; is this the address of administration?", ""
+        return f"status {error.code}; is this the administration address?", ""

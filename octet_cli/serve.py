@@ -25,7 +25,7 @@ def serve(
     ] = None,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="Behind --: options of `vllm serve`, which win over Octet's."),
+        typer.Argument(help="Behind --: options of `vllm serve`, which override Octet's."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="YAML with pools of backends.")
@@ -44,12 +44,12 @@ def serve(
         bool,
         typer.Option(
             "--fallback",
-            help="If it is not proven: weight-only, then the original, then an ONNX export.",
+            help="If vLLM fails: try weight-only, then the original, then an ONNX export.",
         ),
     ] = False,
     way: Annotated[
         Literal["native", "weight-only", "original", "onnx"] | None,
-        typer.Option(help="How to serve a checkpoint; with --fallback, how to begin."),
+        typer.Option(help="How to serve a checkpoint; with --fallback, what to try first."),
     ] = None,
     cache: Annotated[
         Path | None,
@@ -57,13 +57,17 @@ def serve(
             help="Directory for kernel caches (default: where vLLM keeps them, in $HOME)."
         ),
     ] = None,
-    recipe: Annotated[str, typer.Option(help=f"Of a model: {RECIPES}, or a YAML file.")] = "fp8",
+    recipe: Annotated[
+        str, typer.Option(help=f"To quantize a model: {RECIPES}, or a YAML file.")
+    ] = "fp8",
     samples: Annotated[
-        Path | None, typer.Option(help="Of a model: what to calibrate it on; see octet calibrate.")
+        Path | None, typer.Option(help="To quantize a model: the samples; see octet calibrate.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Of a model: keeps the exports (default: MODEL.RECIPE)."),
+        typer.Option(
+            "--out", "-o", help="Where to keep the exports of a model (default: MODEL.RECIPE)."
+        ),
     ] = None,
     workers: Annotated[
         int,
@@ -78,10 +82,10 @@ def serve(
     ] = True,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Check the configuration, print what it holds, and exit."),
+        typer.Option("--check", help="Check the configuration, print a summary, and exit."),
     ] = False,
 ) -> None:
-    """Serve OpenAI's API over vLLM, Triton, the embedded engine or any other server of it.
+    """Serve OpenAI's API in front of vLLM, Triton, other OpenAI servers or the embedded engine.
 
     For a checkpoint, starts vLLM with the flags that it and the machine need, proves it, and starts
     it again if it ends. A model that is not quantized is calibrated and exported first; without a

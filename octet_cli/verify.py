@@ -1,4 +1,4 @@
-"""`octet verify`: reload what was written, compare it with the original, and let it answer."""
+"""`octet verify`: checks an artifact against the original, or a server against an artifact."""
 
 import json
 import re
@@ -53,7 +53,8 @@ def verify(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            "--calibration", help="The calibration of an export; it names the original, too."
+            "--calibration",
+            help="The calibration of an export, through which the original is found.",
         ),
     ] = None,
     key: Annotated[
@@ -90,14 +91,16 @@ def verify(
     ] = None,
     device: Annotated[
         str | None,
-        _of_url("--device", "Its GPU, such as h100 or 9.0. Restricts them further."),
+        _of_url(
+            "--device", "Its GPU, such as h100 or 9.0. Restricts the correct numerics further."
+        ),
     ] = None,
     api_key_env: Annotated[
         str | None, _of_url("--api-key-env", "The environment variable that holds its key.")
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        _of_url("--checkpoint", "The checkpoint that it serves, on this disk; verified too."),
+        _of_url("--checkpoint", "Local directory of the checkpoint that it serves; verified too."),
     ] = None,
     seed: Annotated[
         int | None,
@@ -109,14 +112,17 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Reload what was written and compare it with the original: exit code 0 is fine, 1 is wrong.
+    """Check an artifact against the original model, or a server against its artifact.
 
-    Every quantized tensor's error, the others bit for bit, the names that an engine would drop, and
-    the divergence of the next token on the golden prompts. 2: something could not be checked.
+    For a directory: checks the error of every quantized tensor, compares the others bit for bit,
+    finds names that an engine would drop, and measures the divergence of the next token on the
+    golden prompts.
 
-    For a URL: compares the server's answers to the golden prompts of --golden with what its
-    declared configuration should answer, and with known faults. 3: nothing was simulated, so that
-    only a bound speaks for it.
+    For a URL: compares the server's answers to the golden prompts of --golden with those that were
+    simulated for its declared configuration, and for known faults.
+
+    Exit code 0: correct. 1: wrong. 2: something could not be checked. 3: the server is within a
+    coarse bound, and the artifact has no predictions for a finer check.
     """
     console = console_for(as_json)
     served = {

@@ -164,8 +164,8 @@ def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None
     """Runs a graph or plan on the golden prompts (prefill, decoding); judges it like a backend."""
     if manifest.kind == "onnx" and manifest.details.get("target", "onnxruntime") != "onnxruntime":
         found.unchecked.append(
-            "next tokens: the graph is for TensorRT, which runs none without building it;"
-            " `octet build-engine` does, and proves the engine"
+            "next tokens: the graph is for TensorRT, which has to build an engine of it first;"
+            " `octet build-engine` builds and proves one"
         )
         return
     from serve.engine.golden_check import prove

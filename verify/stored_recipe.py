@@ -133,4 +133,4 @@ def _weight_scales(
 
 def _unserved(where: str, error: ValidationError) -> UnsupportedError:
     what = error.errors()[0]["msg"].removeprefix("Value error, ")
-    return UnsupportedError(f"{where}: its configuration is none that Octet simulates: {what}")
+    return UnsupportedError(f"{where}: Octet does not simulate its configuration: {what}")

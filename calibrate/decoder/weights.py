@@ -1,4 +1,4 @@
-"""Holds the weights of decoder layers where there is room, and reads the others ahead of time.
+"""Holds the weights of decoder layers that fit into memory, and reads the others ahead of time.
 
 On a GPU, tensors keep the checkpoint's dtypes: a layer is converted when its turn comes, on the
 GPU, which takes less time than reading it. Layers that do not fit are read by several threads into
@@ -58,7 +58,7 @@ def return_freed() -> None:
 
 @contextmanager
 def full_gpu(remedy: str) -> Iterator[None]:
-    """Raises ConfigError, with `remedy`, if a GPU's memory is full and nothing can make room."""
+    """Raises ConfigError, with `remedy`, if a GPU's memory is full and nothing can be freed."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -73,11 +73,11 @@ def _reason(error: torch.OutOfMemoryError) -> str:
 
 
 class LayerWeights:
-    """The decoder layers of `checkpoint`, on `device` when they are asked for.
+    """The decoder layers of `checkpoint`, on `device` when they are requested.
 
     One object serves all models of a checkpoint, so that a layer is read once for all of them. It
-    holds up to `room` bytes of layers, by default what there is room for: on a GPU the first ones,
-    on a CPU all or none in each dtype. `say` is called with a line if that has to change.
+    holds up to `room` bytes of layers, by default as many as fit: on a GPU the first ones, on a CPU
+    all or none in each dtype. `say` is called with a line if that has to change.
 
     Raises ConfigError if a GPU has too little free memory for one layer.
     """
@@ -195,7 +195,7 @@ class LayerWeights:
             self._say(f"the GPU's memory is full; {self}")
 
     def free(self) -> None:
-        """Frees the memory of what is held; it is read again when it is asked for."""
+        """Frees the memory of the layers that are held; they are read again when needed."""
         for futures in self._ahead.values():
             self._wait(futures)
         for held in (self._held, self._whole, self._ahead):

@@ -200,7 +200,7 @@ def _is_of_cuda(error: BaseException) -> bool:
 
 
 def _gpu() -> str:
-    """Names this process's GPU, as far as a GPU that has failed can be asked."""
+    """Names this process's GPU, as far as a GPU that has failed answers queries."""
     try:
         index = torch.cuda.current_device()
         return f"GPU {index} ({torch.cuda.get_device_name(index)})"

@@ -59,7 +59,7 @@ class Counter(Protocol):
         """
 
     def bad(self) -> Callable[[], list[int]]:
-        """Asks which slots hold a NaN or an Inf, without waiting for an answer.
+        """Starts to find the slots that hold a NaN or an Inf, without waiting for the result.
 
         Returns a function that waits for what was added before, and returns their numbers in order.
         """

@@ -46,7 +46,7 @@ class CudaCounter:
         except torch.OutOfMemoryError:
             size = f"{slots * BINS * 8 / 1e9:.2g} GB"
             raise UnsupportedError(
-                f"{self.device} has no room for {slots} histograms ({size}): free memory there, or"
+                f"{self.device} has no memory for {slots} histograms ({size}): free some there, or"
                 " calibrate with --device cpu"
             ) from None
         self._front = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ fails. Parts are the units that are quantized together (`calibrate.quality.fused
 cache. A part's share is its divergence when quantized alone, divided by the sum over all parts;
 the cost of all together may be more or less than that sum.
 
-A refused model is not written, but its evidence is: see `calibrate.quality.refused`.
+A refused model is not written, but a report is: see `calibrate.quality.refused`.
 """
 
 import json
@@ -146,7 +146,7 @@ class Outcome:
         budget: str | None,
         command: str = "calibrate",
     ) -> GateError:
-        """Returns the error that ends the command, after `evidence` was written.
+        """Returns the error that ends the command, after the report was written to `evidence`.
 
         `again` is the command to repeat with other options, `budget` the one that accepts --budget,
         or None if none can be given. `command` is the one that accepts --held-out.
@@ -155,7 +155,7 @@ class Outcome:
         said = [f"{_option(judged.limit)}: {judged}" for judged in self.judged if not judged.met]
         remedy = self._remedy(first, again, budget, command)
         return GateError(
-            f"{out} is not written, over {' and '.join(said)}; {self.blame}; {remedy}; evidence:"
+            f"{out} is not written, over {' and '.join(said)}; {self.blame}; {remedy}; report:"
             f" {evidence}"
         )
 
@@ -164,9 +164,9 @@ class Outcome:
         """Text that names the costliest parts and their shares."""
         total = sum(part.kl for part in self.parts)
         if not total > 0:
-            return "no part of it costs anything alone"
+            return "measured alone, no part of it costs anything"
         named = [f"{part.name} ({part.kl / total:.0%})" for part in self.ranked[:_NAMED]]
-        return f"of what its parts cost alone, most is of {', '.join(named)}"
+        return f"measured alone, the costliest parts are {', '.join(named)}"
 
     def _remedy(self, first: Judged, again: str, budget: str | None, command: str) -> str:
         ways = []
@@ -181,7 +181,7 @@ class Outcome:
         if budget is not None:
             given = "" if budget == again and options else f"{budget} with "
             ways.append(f"{given}--budget {first.limit}")
-        return ", or ".join(ways) or "allow more, or choose another recipe"
+        return ", or ".join(ways) or "raise the limit, or choose another recipe"
 
     def _causes(self) -> list[Part]:
         """Returns the fewest parts that cost half of the sum, or [] if over `_NAMED` are needed."""

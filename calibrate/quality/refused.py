@@ -1,8 +1,8 @@
-"""Writes the evidence of a failed accuracy gate where no later stage mistakes it for a model.
+"""Writes the report of a failed accuracy gate where no later stage mistakes it for a model.
 
 That is `<out>.refused`, beside `<out>`. For an entry of a Triton repository it is
 `<repository>.refused/<entry>`, beside the repository: a server does not start if its repository
-holds a directory that is not a model. Writing `<out>` removes the evidence of an earlier run.
+holds a directory that is not a model. Writing `<out>` removes the report of an earlier run.
 """
 
 import os
@@ -42,25 +42,27 @@ def refused_entry(entry: Path) -> Path:
 
 
 def check_refused(path: Path) -> None:
-    """Raises ArtifactError if evidence cannot be kept in `path`; call before expensive work."""
+    """Raises ArtifactError if a report cannot be kept in `path`; call before expensive work."""
     if path.is_symlink():
         raise ArtifactError(
-            f"{path}: is a symbolic link, where evidence of a gate is to be kept; move it away"
+            f"{path}: is a symbolic link, but a failed gate would write its report there; move it"
+            " away"
         )
     if path.exists() and not (path / EVIDENCE_FILE).is_file():
         raise ArtifactError(
-            f"{path}: exists and is no evidence of a gate, which is to be kept there; move it away"
+            f"{path}: exists and is no report of a failed gate, which would be written there; move"
+            " it away"
         )
     parent = next(parent for parent in path.parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ArtifactError(
-            f"{path}: evidence of a gate is to be kept there, and {parent} cannot be written to"
+            f"{path}: a failed gate would write its report there, and {parent} cannot be written to"
         )
 
 
 @contextmanager
 def keep_refused(path: Path) -> Iterator[Path]:
-    """Yields a directory to fill with evidence; it replaces `path` when the block ends."""
+    """Yields a directory to fill with the report; it replaces `path` when the block ends."""
     check_refused(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -73,7 +75,7 @@ def keep_refused(path: Path) -> Iterator[Path]:
 
 
 def drop_refused(path: Path) -> None:
-    """Removes the evidence of an earlier run, once the artifact is written."""
+    """Removes the report of an earlier run, once the artifact is written."""
     if path.is_symlink() or not (path / EVIDENCE_FILE).is_file():
         return
     shutil.rmtree(path)

@@ -80,7 +80,7 @@ def find_unknown(
     predicted: bool = False,
     trained: bool = False,
 ) -> list[Unknown]:
-    """Returns what is not known, in the order in which people ask.
+    """Returns what is not known, in the order in which readers want to know it.
 
     `predicted` says that the divergence of the whole model was simulated, `trained` that `octet
     recover` measured it.
@@ -94,9 +94,9 @@ def find_unknown(
     for treatment, names in by_treatment.items():
         unknown.append(
             Unknown(
-                f"the error of {len(names)} inputs quantized {treatment}",
-                "it depends on which values come together in a token or group, and a histogram"
-                " holds each value alone; shown instead is what one static scale would do",
+                f"the error of {len(names)} activation tensors quantized {treatment}",
+                "it depends on which values occur together in a token or group, which a histogram"
+                " does not record; shown instead is the error with one static scale",
                 before.format("it")
                 if trained
                 else "measure it by running the model: octet calibrate --sensitivity",
@@ -225,8 +225,8 @@ def _costly(
         return []
     return [
         Finding(
-            f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g}:"
-            f" there is a warning over {COSTLY:.0%}",
+            f"quantization raises perplexity by {change:.1%}, from {before:.4g} to {after:.4g},"
+            f" which is over {COSTLY:.0%}",
             _remedy(
                 f"Let octet calibrate --budget ppl={100 * COSTLY:g}% choose what stays in higher"
                 " precision, or choose another recipe or cache.",
@@ -258,14 +258,14 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool, trained: bool) ->
             Finding(
                 f"a few large values set the scale of {len(lost)} tensor"
                 f"{'s' if len(lost) > 1 else ''}, and the small ones are"
-                f" lost under it; the worst is {name}, whose smallest 90 % keep an SQNR of"
+                f" rounded away; the worst is {name}, whose smallest 90 % keep an SQNR of"
                 f" {small:.1f} dB (the SQNR of all hides it)",
                 "The large values may stay: the budget is met. octet calibrate --algorithm"
                 " smoothquant may meet it in fewer bytes."
                 if met
                 else _remedy(
-                    "Tame the large values with octet calibrate --algorithm smoothquant, or let its"
-                    " --budget keep those linears in higher precision.",
+                    "Reduce the large values with octet calibrate --algorithm smoothquant, or let"
+                    " its --budget keep those linear layers in higher precision.",
                     trained=trained,
                 ),
             )
@@ -274,9 +274,9 @@ def _hidden(tensors: Mapping[str, TensorReport], *, met: bool, trained: bool) ->
         small, name = min(maybe)
         found.append(
             Finding(
-                f"{len(maybe)} inputs hold a few values so large that a token with one loses its"
-                f" small values; the worst is {name} ({small:.1f} dB for the smallest 90 %, if"
-                " every token has one)",
+                f"{len(maybe)} activation tensors have a few values so large that a token with one"
+                f" loses its small values; the worst is {name} ({small:.1f} dB for the smallest"
+                " 90 %, if every token has one)",
                 _remedy(
                     "Measure it with octet calibrate --sensitivity; if it matters, use its"
                     " --algorithm smoothquant or --budget.",
@@ -322,8 +322,8 @@ def _clipped(
     loss, name = max(worse)
     return [
         Finding(
-            f"method '{recipe.activations.method}' clips {len(worse)} inputs at a cost of over"
-            f" {_COSTLY_DB:g} dB against max; the worst is {name} ({loss:.1f} dB)",
+            f"method '{recipe.activations.method}' clips {len(worse)} activation tensors, which"
+            f" costs over {_COSTLY_DB:g} dB against max; the worst is {name} ({loss:.1f} dB)",
             _remedy("Use activations.method max.", trained=trained),
         )
     ]

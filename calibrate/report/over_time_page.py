@@ -132,7 +132,7 @@ def _by_domain(replay: Replay) -> str:
 def _plot(name: str, tensor: TensorOverTime) -> str:
     """Draws the three scales of a tensor over the steps, on a logarithmic axis.
 
-    Delayed scaling begins with a scale of 1, for which the axis has no room.
+    Delayed scaling begins with a scale of 1, which may lie outside the axis.
     """
     points, frozen = tensor.course.points, tensor.frozen
     values = [frozen, *(x.current for x in points), *(x.delayed for x in points[1:])]

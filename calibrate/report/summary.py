@@ -108,14 +108,14 @@ def _enough(
     convergence: Convergence | None, samples: int | None, tokens: int | None, distinct: int | None
 ) -> str:
     if convergence is None:
-        return "Whether the set was enough is not known: it was not counted in parts."
+        return "It is not known whether the set was enough, because it was not counted in parts."
     if convergence.moved or not convergence.decides:
         return convergence.verdict
     doubt = None
     if tokens is not None and tokens < LEAST_TOKENS:
-        doubt = f"hold {tokens:,} tokens in all, where {LEAST_TOKENS:,} are little"
+        doubt = f"hold {tokens:,} tokens in all, and even {LEAST_TOKENS:,} would be few"
     elif None not in (samples, distinct) and 2 * (distinct or 0) < (samples or 0):
-        doubt = f"are {distinct} that differ, and repetitions"
+        doubt = f"hold only {distinct} distinct sample{'' if distinct == 1 else 's'}"
     if doubt is None:
         return convergence.verdict
     return f"Whether {convergence.counts[-1]} samples are enough is not known: they {doubt}."

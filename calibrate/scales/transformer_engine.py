@@ -86,9 +86,9 @@ class TrainedInputs:
                         steps = max(steps, len(column))
         if not amaxes:
             raise ConfigError(
-                f"{path}: no amax history of this model's linears under '..._extra_state'. Only"
-                " DelayedScaling has one. In the training's environment, save: {k: v for k, v in"
-                " model.state_dict().items() if k.endswith('_extra_state')}"
+                f"{path}: no amax history of this model's linear layers under '..._extra_state'."
+                " Only DelayedScaling has one. In the training's environment, save: {k: v for k, v"
+                " in model.state_dict().items() if k.endswith('_extra_state')}"
             )
         return cls(path, amaxes, steps)
 

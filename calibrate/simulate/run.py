@@ -1,7 +1,7 @@
 """Simulates all scenarios together, layer by layer, on golden prompts and their continuations.
 
 Weights are dequantized once a layer and shared by all scenarios. In memory are one layer, in each
-compute dtype, and hidden states (as many as there is room for). A sequence is a prompt and the
+compute dtype, and as many hidden states as fit. A sequence is a prompt and the
 first POSITIONS - 1 tokens of the reference's continuation, so that one pass gives every position at
 which a server is compared. Attention is causal, so the first position depends on the prompt alone.
 """

@@ -174,7 +174,7 @@ def export_checkpoint(
     source = Source.open(calibration, model, kv_cache=kv_cache, shards=False)
     layout = _LAYOUTS[format]()
     if not source.quantized_linears():
-        raise UnsupportedError(f"recipe {source.recipe.name} leaves every linear in full precision")
+        raise UnsupportedError(f"recipe {source.recipe.name} leaves every layer in full precision")
     layout.check(source)
     check_fused(source)
     check_tensor_parallel(source, tensor_parallel)

@@ -34,8 +34,8 @@ def check_precision(precision: Precision, source: Source, who: str) -> None:
     if other:
         first = other[0]
         raise ExportError(
-            f"{who} runs {len(other)} of {len(wanted)} linears of recipe {source.recipe.name} in"
-            f" another precision than the recipe has: {first} in"
+            f"{who} runs {len(other)} of {len(wanted)} linear layers of recipe"
+            f" {source.recipe.name} in another precision than the recipe has: {first} in"
             f" {precision.products.get(first, 'one that the builder does not report')}, not"
             f" {wanted[first]}; recipes fp8 and fp8-static are the safest choice"
         )

@@ -35,7 +35,9 @@ def check_names(targets: Iterable[str]) -> list[str]:
     stripped = (target.strip().lower() for target in targets)
     names = list(dict.fromkeys(name for name in stripped if name))
     if not names:
-        raise UnsupportedError("--target names no GPU; leave it out, or say such as sm89,sm120")
+        raise UnsupportedError(
+            "--target names no GPU; leave it out, or give names such as sm89,sm120"
+        )
     for name in names:
         if name in _ALL and not _holds(name, "fp8"):
             raise UnsupportedError(

@@ -29,7 +29,7 @@ __all__ = [
 
 EXPECTED_FILE = "expected.json"
 # Half of the faults are refused between an estimate and this multiple of it: measured with random
-# faults in two models, see "Power" in docs/proof.md.
+# faults in two models, see docs/explanation/power.md.
 _UNCERTAIN = 2
 # In nats, for models without a prediction. Chosen, not derived: they detect a broken export, not a
 # slightly inaccurate one.
@@ -122,7 +122,7 @@ class Power(BaseModel):
 
 
 def power_text(power: Sequence[Power]) -> str:
-    """Says for people which faults that were not simulated are refused."""
+    """Describes how small a fault that was not simulated can be and still be refused."""
     limits = [f"{x} after {x.prompts}" for x in power]
     limits[0] += " prompts"
     sizes = " and ".join(limits)

@@ -36,8 +36,8 @@ def usable_cores() -> int:
     """Returns the number of cores to compute on, at least 1.
 
     OMP_NUM_THREADS if it is set; else the cores that this process may run on, limited by the CPU
-    quota of its control group, rounded up. torchrun sets OMP_NUM_THREADS to 1 where nobody has: its
-    processes share the cores of their machine instead.
+    quota of its control group, rounded up. torchrun sets OMP_NUM_THREADS to 1 if it is
+    unset: its processes share the cores of their machine instead.
     """
     chosen = os.environ.get(THREADS, "").partition(",")[0].strip()
     started = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun

@@ -1,7 +1,7 @@
 """Prints facts about a machine as JSON: `inspect_child.py gpus`, `inspect_child.py python`.
 
 Runs in a process of its own, because a driver may hang and torch takes seconds to import, and by
-its path, in any Python: it imports nothing of Octet. `gpus` asks NVML, nvidia-smi or Linux's KFD.
+its path, in any Python: it imports nothing of Octet. `gpus` reads NVML, nvidia-smi or Linux's KFD.
 `python` lists packages, and lets torch multiply FP8 codes and round a cache, for comparison with
 Octet's codecs.
 """

@@ -1,7 +1,7 @@
 """Inspects a machine: GPUs, drivers, packages, disks, ports and kernel caches, as one document.
 
-`inspect` takes a few seconds and cannot hang: drivers and torch are asked in processes with a time
-limit (`inspect_child`). The document can be stored as JSON and judged on another machine.
+`inspect` takes a few seconds and cannot hang: drivers and torch are queried in processes with a
+time limit (`inspect_child`). The document can be stored as JSON and judged on another machine.
 """
 
 import errno

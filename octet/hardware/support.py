@@ -364,7 +364,7 @@ def _source(rule: _Conditions) -> str:
 
 
 def _measured(rule: _Conditions, query: _Query) -> bool:
-    """Returns whether the rule was seen with the version asked for; nothing shows of `plain`."""
+    """Returns whether the rule was seen with the given version; always True for `plain`."""
     key = rule.source.partition(": ")[0]
     version = _table().sources[key].measured
     return key == "plain" or (version is not None and _numbers(version) == query.version)

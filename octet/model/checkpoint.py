@@ -254,16 +254,16 @@ class Checkpoint:
             linears, layer = list(self.spec.linears()), f"{self.spec.layer(0)}."
             first = [x.name.removeprefix(layer) for x in self.spec.linears(0)]
             warnings.append(
-                f"{self.spec.architecture} is an architecture that Octet does not know: it takes"
-                f" every matrix below {self.spec.prefix} for a linear, {len(linears)} in all"
+                f"{self.spec.architecture} is an architecture that Octet does not know: it treats"
+                f" every matrix below {self.spec.prefix} as a linear layer, {len(linears)} in all"
                 f" (in layer 0: {', '.join(first)})"
             )
         unknown = self._undescribed()
         if unknown:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             warnings.append(
-                f"config.json describes no tensor {', '.join(unknown[:3])}{more}: what is not"
-                " described is never quantized, and has no part in what transformers computes"
+                f"config.json does not describe {', '.join(unknown[:3])}{more}: Octet does not"
+                " quantize such tensors, and transformers does not use them"
             )
         return tuple(warnings)
 

@@ -51,7 +51,7 @@ def is_mxfp4(config: Mapping[str, Any]) -> bool:
 
 
 def refuse_gpt_oss(spec: ModelSpec, where: object) -> None:
-    """Raises UnsupportedError for a gpt-oss, where a recipe is asked for."""
+    """Raises UnsupportedError for a gpt-oss model, in a command that needs a recipe."""
     if spec.architecture == GPT_OSS:
         raise UnsupportedError(
             f"{where}: Octet does not quantize {GPT_OSS}: vLLM serves its MXFP4 checkpoint as it"

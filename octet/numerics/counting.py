@@ -1,4 +1,4 @@
-"""Counts the magnitude codes of 16-bit floats with numpy, for those who cannot wait for a compiler.
+"""Counts the magnitude codes of 16-bit floats with numpy, without waiting for a compiler.
 
 `calibrate.observe.counting_cpu` counts the same bins faster, once numba has compiled it.
 """

@@ -36,7 +36,7 @@ def render(plan: Plan) -> RenderableType:
     if "roofline" in bases:
         parts += [Text(""), Text(BOUND)]
     if "extrapolated" in bases:
-        parts += [Text(""), Text("~ is transferred from loads of --bench that are not around it")]
+        parts += [Text(""), Text("~ is extrapolated from other loads of --bench")]
     return Group(*parts)
 
 

@@ -21,7 +21,7 @@ __all__ = [
 class Cause:
     """A likely cause of a refusal.
 
-    `name` is for machines; `sentence` continues "its numbers"; `remedy` is an imperative.
+    `name` is for machines; `sentence` continues "its log-probabilities"; `remedy` is an imperative.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Cause:
 ANOTHER_MODEL = Cause(
     "another_model",
     "match another model: no simulated path or fault explains them",
-    "check which checkpoint and config.json the server loaded, whether they are whole, and its"
+    "check which checkpoint and config.json the server loaded, whether they are complete, and its"
     " tokenizer",
 )
 CLOSER = Cause(
     "closer",
-    "are closer to the unquantized model than this artifact can be",
-    "check which checkpoint the server loaded, and whether its quantization and its cache's are on",
+    "are closer to the unquantized model than this artifact allows",
+    "check which checkpoint the server loaded, and whether its weights and its cache are quantized",
 )
 _SHOWN = 3  # causes, if several are as likely
 _BY_LENGTH = 0.01  # significance at which the length of prompts is named
@@ -53,24 +53,24 @@ _OTHER = {"e5m2": "E4M3", "e4m3": "E5M2"}
 _FAULTS = {
     "k_scale_dropped": (
         "match weights without their k_scale",
-        "see that the checkpoint still has its k_scale tensors and that the engine loads them",
+        "check that the checkpoint still has its k_scale tensors and that the engine loads them",
     ),
     "v_scale_dropped": (
         "match weights without their v_scale",
-        "see that the checkpoint still has its v_scale tensors and that the engine loads them",
+        "check that the checkpoint still has its v_scale tensors and that the engine loads them",
     ),
     "kv_scales_dropped": (
         "match weights without their k_scale and v_scale",
-        "see that the checkpoint still has its k_scale and v_scale tensors and that the engine"
+        "check that the checkpoint still has its k_scale and v_scale tensors and that the engine"
         " loads them",
     ),
     "input_scales_dropped": (
         "match weights without their input_scale",
-        "see that the checkpoint still has its input_scale tensors; export again",
+        "check that the checkpoint still has its input_scale tensors; export again",
     ),
     "weight_scales_dropped": (
-        "match weights whose weight_scale was taken for 1",
-        "see that the checkpoint still has its weight_scale tensors, under the names that this"
+        "match weights whose weight_scale was taken as 1",
+        "check that the checkpoint still has its weight_scale tensors, under the names that this"
         " engine reads; export again",
     ),
     "global_scales_inverted": (
@@ -82,13 +82,14 @@ _FAULTS = {
         "compare how this engine reads the names of k_scale and v_scale; use another version of it",
     ),
     "fused_scales_smallest": (
-        "match fused linears that share the smallest of their global scales",
+        "match fused linear layers that share the smallest of their global scales",
         "use an engine that keeps a global scale for each of q, k, v, gate and up, or quantize with"
         " shared ones",
     ),
     "fused_scales_in_one_slot": (
-        "match fused linears of which only the first got its scale",
-        "use an engine that reads the scales of fused linears, or store q, k, v, gate and up apart",
+        "match fused linear layers of which only the first got its scale",
+        "use an engine that reads the scales of fused linear layers, or store q, k, v, gate and up"
+        " apart",
     ),
     "expert_scales_permuted": (
         "match experts that have the scales of the next expert",
@@ -99,7 +100,7 @@ _FAULTS = {
         "use an engine that reads the even column from the low nibble, or pack for this one",
     ),
     "fused_scales_merged": (
-        "match fused linears that share the largest of their scales",
+        "match fused linear layers that share the largest of their scales",
         "use an engine that keeps a scale for each of q, k, v, gate and up, or export with shared"
         " scales",
     ),
@@ -156,8 +157,8 @@ def partly_wrong(wrong: Sequence[int], prompts: int, *, shorter: float, longer: 
     prompts drawn at random are as short, or as long.
     """
     sentence = (
-        f"are as declared but for {len(wrong)} of {prompts} prompts at least, of {min(wrong)} to"
-        f" {max(wrong)} tokens, which nothing simulated explains"
+        f"are as declared except for at least {len(wrong)} of {prompts} prompts, of {min(wrong)} to"
+        f" {max(wrong)} tokens, which no simulated scenario explains"
     )
     if min(shorter, longer) < _BY_LENGTH / 2:
         return Cause(
@@ -183,7 +184,7 @@ def _fault(fault: Fault, path: ServingPath) -> Cause:
         return Cause(
             name,
             f"match {own} bytes read as {other}",
-            "let the engine write and read its cache in one format: another version of it, or"
+            "use an engine that writes and reads its cache in one format: another version of it, or"
             " another --kv-cache-dtype",
         )
     if fault.kind == "kv_scales_swapped":
@@ -236,7 +237,7 @@ def _path(path: ServingPath, declared: ServingPath) -> Cause:
         return Cause(
             "weight_only",
             f"match weight-only matmuls ({label})",
-            "the GPU lacks this format or its kernels are missing (octet doctor says which);"
+            "the GPU lacks this format or its kernels are missing (octet doctor shows which);"
             " if that is intended, declare its device, or no engine",
         )
     return Cause(

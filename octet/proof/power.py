@@ -14,7 +14,7 @@ test is for simulated faults, and left out. The effect of a fault is its diverge
 log-perplexity on text that the reference would write: ½·λ²·|d|² per position, in nats, averaged
 over all prompts. The smallest effect that is refused is found for each d and x, and their median is
 the estimate. Faults of one place are less even than rounding, and half of them can need up to twice
-as much (`Power.largest`): docs/proof.md has measurements.
+as much (`Power.largest`): docs/explanation/power.md has measurements.
 """
 
 import math

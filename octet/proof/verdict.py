@@ -120,7 +120,9 @@ def sentence(
     text = f"{word}: {kl} nats over {measured.prompts} prompts {against}"
     if outcome == "as_expected" and measured.coverage is not None:
         text += f"; examined: {measured.coverage.text}"
-    return text if cause is None else f"{text}; its numbers {cause.sentence}: {cause.remedy}"
+    return (
+        text if cause is None else f"{text}; its log-probabilities {cause.sentence}: {cause.remedy}"
+    )
 
 
 def range_text(found: Range) -> str:

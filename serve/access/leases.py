@@ -126,7 +126,7 @@ class SharedRates(Rates):
     async def take(self, key: KeyConfig, usage: Usage, tokens: int) -> Charge:
         """Charges a request, if need be after waiting for a lease. Raises as `charge` does.
 
-        If the store is out of reach, raises RequestError (503), or charges this process's share.
+        If the store cannot be reached, raises RequestError (503), or charges this process's share.
         """
         self.key, self.usage = key, usage
         self.require_possible(key, tokens)
@@ -225,7 +225,7 @@ class SharedRates(Rates):
         )
 
     def _refused(self, reply: Reply, tokens: int) -> RequestError:
-        """Returns the error of a refusal, which stands for a moment for requests as large."""
+        """Returns the error of a refusal, which is repeated for a moment to requests as large."""
         key, usage, now = self.key, self.usage, self.clock()
         wait_s = reply.wait_ms / 1000
         in_flight = reply.others_flight + self.in_flight
@@ -254,12 +254,12 @@ class SharedRates(Rates):
                 raise refusal.error(later_s)
 
     def _alone(self, key: KeyConfig, usage: Usage, tokens: int) -> Charge:
-        """Charges a request by the policy for a store that is out of reach."""
+        """Charges a request by the policy for a store that cannot be reached."""
         self._store.decided_alone()
         if self._store.when_lost == "refuse":
             raise RequestError(
                 f"API key '{key.name}': its limits are shared by several gateways, and the store "
-                "that counts them is out of reach",
+                "that counts them cannot be reached",
                 status=503,
                 code="shared_limits_unavailable",
                 kind="service_unavailable_error",
@@ -272,7 +272,7 @@ class SharedRates(Rates):
             if error.code == "insufficient_quota":
                 wait_s = error.retry_after_s or wait_s
             raise RequestError(
-                f"{error}; this is one gateway's share, while the shared count is out of reach",
+                f"{error}; this is one gateway's share, while the shared count cannot be reached",
                 status=error.status,
                 code=error.code,
                 kind=error.kind,

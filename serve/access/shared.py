@@ -111,7 +111,7 @@ class SharedLimits:
         }
 
     async def start(self) -> None:
-        """Connects. If Redis is out of reach, goes on trying, and `when_lost` applies.
+        """Connects. If Redis cannot be reached, goes on trying, and `when_lost` applies.
 
         Raises ConfigError for what only the operator can change: a wrong password, or keys of
         another application.

@@ -236,7 +236,7 @@ class Ticket:
     async def move_to(self, pool: Pool, *, deadline: float | None) -> None:
         """Moves from its pool's budget to that of another pool: a fallback.
 
-        Raises RequestError as `admit` does; the ticket must be released all the same.
+        Raises RequestError as `admit` does; the ticket must be released even then.
         """
         if self._gate is not None and self._gate.pool == pool.name:
             return

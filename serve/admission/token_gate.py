@@ -213,7 +213,7 @@ class Gate:
             return
         if (self.queue.tokens_ahead(flow) - free) * stay_s > within:
             raise overloaded(
-                f"'{self.pool}' will have no room within {max_wait_s:g} s",
+                f"'{self.pool}' will have no capacity within {max_wait_s:g} s",
                 self.retry_after_s(tokens, flow.level.priority, max_wait_s),
                 reason="queue_too_long",
             )
@@ -279,7 +279,7 @@ class Gate:
             )
         else:
             error = overloaded(
-                f"'{self.pool}' had no room within {waited_s:g} s",
+                f"'{self.pool}' had no capacity within {waited_s:g} s",
                 self.retry_after_s(waiter.tokens, waiter.flow.level.priority, max_wait_s),
                 reason="queue_timeout",
             )

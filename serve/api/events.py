@@ -317,8 +317,8 @@ def _is_count(value: Any) -> bool:
 async def occurrences(body: bytes, field: bytes) -> list[int]:
     """Returns the offsets of `field` in `body`, in slices between which other requests run.
 
-    Raises RequestError if there are more than `MAX_FIELDS`. That is not held against the backend,
-    because a request's own JSON may be repeated in its answer.
+    Raises RequestError if there are more than `MAX_FIELDS`. It does not count as a failure of the
+    backend, because a request's own JSON may be repeated in its answer.
     """
     found: list[int] = []
     for start in range(0, len(body), _SLICE):

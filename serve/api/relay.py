@@ -232,8 +232,8 @@ async def _large(
 async def _read(name: str, body: AsyncIterator[bytes], limit: int) -> bytes:
     """Returns the whole body. Raises RequestError if it has more than `limit` bytes.
 
-    That is not held against the backend, because a request can ask for so long an answer, and
-    another backend would only send as much again.
+    That does not count as a failure of the backend: the request may need such a long answer, and
+    another backend would send as much.
     """
     pieces: list[bytes] = []
     size = 0

@@ -1,8 +1,8 @@
 """POST /v1/responses: relayed to a backend that has it, as a request that leaves no state behind.
 
 OpenAI's own service stores responses, and later requests continue them. Here any of several
-backends may get the next request, so what needs a stored response is refused, and no backend is
-asked to store one.
+backends may get the next request, so requests that need a stored response are refused, and
+backends get `store: false`.
 """
 
 from typing import Annotated, Any, Self

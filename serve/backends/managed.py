@@ -45,7 +45,7 @@ class ManagedBackend(OpenAiHttpBackend):
 
     @property
     def gave_up(self) -> str:
-        """Says why vLLM does not start, or ""; it is started again and again all the same."""
+        """Says why vLLM does not start, or ""; further starts are tried even so."""
         return "" if self.supervisor is None else self.supervisor.gave_up
 
     @property

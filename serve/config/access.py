@@ -55,7 +55,7 @@ def _with_url(value: Any) -> Any:
 
 
 class Access(Section):
-    """Access of clients. Without keys, anybody who can reach the address may send requests."""
+    """Access of clients. Without keys, anyone who can reach the address may send requests."""
 
     keys: tuple[KeyConfig, ...] = ()
     keys_file: Path | None = None  # a YAML list of more keys; `keys` has them all once loaded

@@ -91,7 +91,7 @@ def needs_model(config: BackendConfig, models: Iterable[str]) -> str | None:
     models = sorted(models)
     if len(models) < 2 or isinstance(config, EmbeddedConfig | ManagedConfig) or config.model:
         return None
-    return f"say which `model` the server knows: the models {', '.join(models)} use this pool"
+    return f"set `model` to its name there: the models {', '.join(models)} use this pool"
 
 
 def pools_of(config: GatewayConfig) -> Iterator[tuple[str, Loc, PoolConfig]]:

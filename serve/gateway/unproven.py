@@ -32,7 +32,7 @@ def unproven(pools: Mapping[str, PoolConfig]) -> list[str]:
             )
         else:
             continue
-        found.append(f"pool {name}: SERVES UNPROVEN, whatever its numbers are: {why}")
+        found.append(f"pool {name}: SERVES UNPROVEN, its log-probabilities are not checked: {why}")
     return found
 
 
@@ -45,8 +45,8 @@ def proving(pools: Iterable[Pool]) -> list[str]:
             if member.standing == "unproven" and member.proof is not None:
                 by_label.setdefault(member.proof.label, []).append(member.name)
         found += [
-            f"pool {pool.name}: proving {', '.join(names)} by {label}; none serves before its"
-            " answers are right"
+            f"pool {pool.name}: proving {', '.join(names)} by {label}; each serves once its answers"
+            " match"
             for label, names in by_label.items()
         ]
     return found

@@ -141,7 +141,7 @@ def _status_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models")
     async def models(principal: Annotated[Principal, Depends(authenticated)]) -> JSONResponse:
-        """The models that the key may ask for."""
+        """The models that the key may use."""
         data = [
             _model(gateway, name, route)
             for route in gateway.routes

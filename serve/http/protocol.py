@@ -181,9 +181,9 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
 
     def _ignore_upgrade(self) -> None:
-        """Handles a request that asks for another protocol in the current one.
+        """Handles a request for another protocol (`Upgrade`) in the current one.
 
-        RFC 9110, section 7.8, allows that, and Java's client asks for HTTP/2 with each first
+        RFC 9110, section 7.8, allows that, and Java's client requests HTTP/2 with each first
         request. But httptools then treats the request as complete, and the bytes after its headers
         as the other protocol. A new parser gets headers that declare the same body, and reads it.
         """

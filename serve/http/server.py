@@ -134,7 +134,7 @@ class AdminServer(uvicorn.Server):
 
 
 def _cut_off_sleeping_pages(state: Any) -> None:
-    """Aborts the streams of /ui that nobody reads, as of a computer that sleeps.
+    """Aborts the streams of /ui that no client reads, such as those of a sleeping computer.
 
     The others end by themselves; these would take all the time that is left for slow clients.
     """

@@ -1,6 +1,6 @@
 """A circuit breaker on the outcomes of real requests.
 
-closed → open: `failures` failures in a row, or one that shows that nobody can be served. Each
+closed → open: `failures` failures in a row, or one that shows that no request can be served. Each
 opening lasts one `duration_s` longer than the one before, up to a maximum; a breaker that then
 stays closed for that maximum starts again from the first.
 

@@ -24,15 +24,15 @@ __all__ = ["OVER", "WRONG", "Examined", "examine", "silent"]
 WRONG = ("better", "worse")  # outcomes
 
 OVER = (  # seconds
-    "not all golden prompts were answered when the {:g} s of its probe were over: if it is so slow"
-    " always, raise proof.timeout_s"
+    "its probe was over after {:g} s, and some golden prompts had no answer: if it is always this"
+    " slow, raise proof.timeout_s"
 )
 _SILENT = (
-    "it returns no log-probabilities, so that its numbers cannot be checked: have the server return"
-    " them (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
+    "it returns no log-probabilities, so its answers cannot be checked: make the server return them"
+    " (vLLM: --max-logprobs 20), or set proof.without_logprobs: admit"
 )
 _REMEDY = (
-    "have it serve what proof.golden names, as it was exported, or name in proof what it serves"
+    "serve the artifact that proof.golden names, as exported, or declare under proof what it serves"
 )
 
 
@@ -97,9 +97,9 @@ async def examine(
                 return Examined("refused", view.tokenizer, "unprovable", verdict, known, view=view)
             return Examined(proven_by(verdict), reason, verdict.outcome, verdict, known, view=view)
     reason = "; ".join(notes) if missing or not responses else ""
-    reason = reason or (verdict.reason if verdict else "it has answered nothing")
+    reason = reason or (verdict.reason if verdict else "it has returned no answer")
     if verdict is not None and verdict.outcome == "as_expected" and not missing:
-        reason += f"; proof.power needs {exam.least} answers, and it gave {len(responses)}"
+        reason += f"; proof.power needs {exam.least} answers, and it returned {len(responses)}"
     return Examined("unproven", reason, "inconclusive", verdict, soon=bool(missing))
 
 

@@ -270,7 +270,7 @@ def _other_token(tokenizer: Tokenizer, ours: Sequence[int], theirs: Sequence[int
     wanted, given = next((a, b) for a, b in zip_longest(ours, theirs) if a != b)
     text = "" if wanted is None else tokenizer.token_bytes(wanted).decode(errors="replace")
     return (
-        f"its tokenizer is not the artifact's: it reads {text!r} as token {given} instead of"
+        f"its tokenizer is not the artifact's: it encodes {text!r} as token {given} instead of"
         f" {wanted}: serve the artifact's tokenizer.json"
     )
 

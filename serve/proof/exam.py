@@ -87,7 +87,7 @@ class Exams:
         try:
             return GoldenExam.load(directory, self.config, embedded=embedded)
         except ArtifactError as error:
-            raise ArtifactError(f"{error} (--no-proof serves it all the same)") from None
+            raise ArtifactError(f"{error} (--no-proof serves it unproven)") from None
 
 
 def directory_of(config: Proof, entry: BackendConfig | None) -> Path | None:

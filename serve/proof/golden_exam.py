@@ -53,8 +53,8 @@ class GoldenExam:
         self.label = f"{len(proofs.golden.records)} golden records: {declared.label}"
         if not declared.paths:
             self.label += (
-                f"; no simulation of it: only the mean is judged, against {bound:g} nats, and no"
-                " cause is named"
+                f"; it was not simulated, so only the mean divergence is tested, with a bound of"
+                f" {bound:g} nats, and no cause is named"
             )
         elif self.power:
             self.label += f"; {self.power}"

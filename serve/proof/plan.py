@@ -24,7 +24,7 @@ def cost(golden: GoldenSet, record: int) -> int:
 
 
 def fits(tokens: int, context: int | None) -> bool:
-    """Returns whether a prompt of `tokens` tokens leaves room for an answer; None: no limit."""
+    """Returns whether a prompt of `tokens` tokens and an answer fit; None: no limit."""
     return context is None or tokens < context
 
 

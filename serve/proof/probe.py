@@ -47,7 +47,7 @@ ALTERNATIVES = 20  # log-probabilities requested per position: as many as the re
 #   gone       it cannot be reached, or its connection ended
 #   failed     it reported a failure, or its answer cannot be parsed
 #   context    the prompt is longer than the context it was started with
-#   tokenizer  it tokenizes the prompt differently, or answers with tokens that are none of ours
+#   tokenizer  it tokenizes the prompt differently, or returns tokens that are not in our vocabulary
 #   refused    it refuses the request; the failure's text is its own
 FailureKind = Literal["busy", "gone", "failed", "context", "tokenizer", "refused"]
 
@@ -113,7 +113,7 @@ class Probed:
         elif self.responses and self.alternatives < ALTERNATIVES:
             found.append(
                 f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"
-                " the verdict is as certain, but changes of less likely tokens alone are not seen"
+                " the verdict is as certain, but misses changes of less likely tokens alone"
             )
         sent = len(self.responses) + len(self.failures)
         for kind, outcome in _OUTCOMES.items():
@@ -265,7 +265,9 @@ class _Sender:
                 if isinstance(event, Finished):
                     return deltas, event
                 deltas.append(event)
-        raise BackendError(f"{self._backend.name}: its answer has no end", kind="garbled")
+        raise BackendError(
+            f"{self._backend.name}: its answer ended without a finish reason", kind="garbled"
+        )
 
     def _relents(self, request: GenerateRequest, error: RequestError) -> bool:
         """Drops what the server refused, for all later requests; returns whether to retry."""
@@ -284,7 +286,7 @@ class _Sender:
         record = self._golden.records[index]
         ours, theirs = len(record.prompt_token_ids), end.usage.prompt_tokens
         if theirs and theirs != ours:
-            text = f"it reads one as {theirs} tokens that has {ours}"
+            text = f"it encodes a prompt of {ours} tokens as {theirs}"
             return Failure(index, "tokenizer", text)
         positions = [position for delta in deltas for position in delta.logprobs or ()]
         if wrong := self._foreign(positions):
@@ -313,9 +315,11 @@ class _Sender:
         for position in positions:
             for token in (position.chosen, *position.top):
                 if self._vocab_size is not None and token.token_id >= self._vocab_size:
-                    return f"it answers with token {token.token_id} of {self._vocab_size} that are"
+                    return f"it returns token {token.token_id}, and {self._vocab_size} exist"
             if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
-                return f"it answers with a token {position.chosen.text!r}, which is none of ours"
+                return (
+                    f"it returns a token {position.chosen.text!r}, which is not in our vocabulary"
+                )
         return None
 
 
@@ -346,9 +350,12 @@ async def _late(backend: Backend, records: Sequence[int], timeout_s: float) -> l
     if not records:
         return []
     kind: FailureKind = "busy"
-    text = f"none came in {timeout_s:g} s, though it is ready"
+    text = f"no answer in {timeout_s:g} s, though it is ready"
     if not await backend.ready():
-        kind, text = "gone", f"no answer in {timeout_s:g} s, and it does not say that it is ready"
+        kind, text = (
+            "gone",
+            f"no answer in {timeout_s:g} s, and it does not report that it is ready",
+        )
     return [Failure(record, kind, text) for record in records]
 
 
@@ -364,15 +371,15 @@ def _require_provable(backend: Backend, probed: Probed) -> None:
     silent = all(not any(r.tops) and UNKNOWN in (*r.tokens, UNKNOWN)[:1] for r in probed.responses)
     if probed.responses and silent:
         raise Unprovable(
-            f"{backend.name}: names tokens by their text alone, and no tokenizer beside the golden"
-            " records tells which they are",
+            f"{backend.name}: returns tokens as text only, and the golden records have no tokenizer"
+            " to identify them",
             "tokenizer",
         )
 
 
 _UNPROVABLE: dict[FailureKind, str] = {
     "tokenizer": "has another tokenizer than the golden records, which use tokenizer.json (the"
-    " calibration's warnings say if transformers makes another one of it)",
+    " calibration warns if transformers makes another one of it)",
     "context": "was started for a context shorter than every golden prompt that was sent",
     "refused": "refuses the golden prompts",
 }

@@ -1,9 +1,9 @@
 """Proves one backend: probes it before it serves, and repeatedly while it serves.
 
 unproven: golden prompts are sent in several steps, until the verdict is clear. A backend whose
-log-probabilities do not match is refused. No verdict (it is too busy, too few answers came back) is
-no refusal: it is probed again, later each time. A refused backend is probed again, too, as somebody
-may repair it.
+log-probabilities do not match is refused. Without a verdict (it is too busy, or returned too few
+answers) it is not refused, but probed again, after a longer delay each time. A refused backend is
+probed again too, because it may have been repaired.
 
 proven: a few prompts are sent at a time, within a token allowance, and judged together with the
 earlier answers. A suspicious result ejects the backend at once, and every prompt is sent again:

@@ -37,7 +37,7 @@ def differences(
     """Lists how the checkpoint at `root` differs from the artifact in `directory`, a line each.
 
     Without `trusted`, `root` may be a path on another machine, and this one may hold something else
-    there: then only an artifact of the same origin is taken for the served one. A file written
+    there: then only an artifact of the same origin counts as the served one. A file written
     after `since` (the server's start, in seconds since 1970) is not what it loaded, and a file that
     only another user may read is unknown: neither counts as a difference.
     """

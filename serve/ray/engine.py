@@ -1,7 +1,7 @@
 """One replica of an engine: a gateway of one backend, without an address.
 
 Ray sends requests to a replica once its constructor has returned, so the constructor returns once
-the backend is proven, and raises if it is refused. From then on Ray asks `check_health`: a replica
+the backend is proven, and raises if it is refused. From then on Ray calls `check_health`: a replica
 whose engine ended, or whose answers are wrong by now, gets no more requests and is replaced.
 """
 

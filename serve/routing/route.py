@@ -69,8 +69,8 @@ class Route:
         alias_of = self.tier_aliases.get(name, requested)
         if alias_of != requested:
             raise _refused(
-                f"the model '{name}' is of the tier '{alias_of}', and X-Octet-Tier asks for "
-                f"'{requested}': leave the header out, or ask for the model '{self.name}'"
+                f"the model name '{name}' selects the tier '{alias_of}', but X-Octet-Tier is "
+                f"'{requested}': leave out the header, or use the model name '{self.name}'"
             )
         return self.tiers[requested]
 

@@ -105,7 +105,7 @@ class ModelTier:
             "try again later" if waits_s else "waiting does not help, because no pool is measured"
         )
         if served:
-            advice = f"ask for a tier that is served now ({', '.join(served)})"
+            advice = f"choose a tier that is served now ({', '.join(served)})"
         return RequestError(
             f"no pool of the model '{self.model}' fits the tier '{self.name}' now "
             f"(at most {self.max_kl:.4g} nats from the reference): {reasons}; {advice}",

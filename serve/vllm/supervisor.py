@@ -62,7 +62,7 @@ class Supervisor:
         """Says why another start is unlikely to help; "" while it may.
 
         One failure suffices before any process was healthy: the next one would most likely end for
-        the same reason, minutes later. It goes on trying all the same.
+        the same reason, minutes later. Further starts are tried even so.
         """
         return self.last_end if self.failures >= (_TRIES if self.was_healthy else 1) else ""
 

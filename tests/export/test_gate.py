@@ -81,10 +81,10 @@ def refused(out: Path, error: GateError, kept: Path | None = None) -> Mapping[st
     said = str(error)
     assert error.exit_code == 1 and "\n" not in said
     assert f"{out} is not written, over " in said
-    assert f"most is of {BAD} (" in said
+    assert f"costliest parts are {BAD} (" in said
     assert f"`octet rescale` with --exclude {BAD}, or calibrate again with --budget" in said
     kept = kept or out.with_name(f"{out.name}.refused")
-    assert said.endswith(f"evidence: {kept}")
+    assert said.endswith(f"report: {kept}")
     assert not out.exists() and [path.name for path in kept.parent.iterdir()] == [kept.name]
     assert len(GoldenSet.load(kept).records) == len(LENGTHS)
     evidence: dict[str, Any] = json.loads((kept / "gate.json").read_text())
@@ -136,7 +136,7 @@ class TestCheckpoint:
         monkeypatch.setattr(next_tokens, "written_weight", halved)
         with pytest.raises(GateError) as caught:
             commands.export_checkpoint(good, tmp_path / "out", max_kl="0.01")
-        assert f"most is of {BAD} (" in str(caught.value)
+        assert f"costliest parts are {BAD} (" in str(caught.value)
 
     @pytest.mark.parametrize(
         "limits", [{"max_kl": "0.02"}, {"max_kl": "50", "max_ppl_change": "0.001%"}]

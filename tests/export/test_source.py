@@ -28,7 +28,7 @@ def doubtful(tmp_path: Path, tiny_model: Path) -> Path:
 
 def test_what_is_doubtful_about_a_model_is_in_the_manifest(doubtful: Path, tmp_path: Path) -> None:
     (warning,) = Source.open(doubtful).manifest("engine", {}).details["warnings"]
-    assert warning.startswith("config.json describes no tensor model.extra.weight")
+    assert warning.startswith("config.json does not describe model.extra.weight")
     exports = {"checkpoint": export_checkpoint, "onnx": export_onnx, "triton": export_triton}
     for kind, export in exports.items():
         manifest = export(doubtful, tmp_path / kind)

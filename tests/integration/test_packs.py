@@ -37,7 +37,7 @@ FAULTS: Mapping[str, tuple[Change, str]] = {
     # Costs so little that its files show it every time, and its numbers in five runs of six.
     "no cache scales": (drop_cache_scales, ""),
     "K and V exchanged": (exchange_cache_scales, "k_scale used for values and v_scale for keys"),
-    "weight scales taken as 1": (drop_scales, "weight_scale was taken for 1"),
+    "weight scales taken as 1": (drop_scales, "weight_scale was taken as 1"),
 }
 MODELOPT: Mapping[str, tuple[Change, str]] = {
     "FP8_DEFAULT_CFG": (load_one_slot, "only the first got its scale"),

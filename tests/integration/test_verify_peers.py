@@ -118,7 +118,7 @@ def test_a_pack_admits_a_right_server_and_names_a_loaders_fault(
     proofs = load_proofs(tmp_path / "pack")
     right = judged(proofs, served(tiny_model, theirs, proofs))
     assert right.outcome == "as_expected", right.reason
-    fault, cause = (drop_scales, "weight_scale was taken for 1")
+    fault, cause = (drop_scales, "weight_scale was taken as 1")
     if "NVFP4" in name:
         fault, cause = (swap_nibbles, "codes are read in the wrong order")
     wrong = changed(theirs, tmp_path / "wrong", fault)

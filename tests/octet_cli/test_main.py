@@ -173,7 +173,7 @@ def test_an_unknown_recipe_flag_or_command_names_the_nearest(tmp_path: Path) -> 
 
 
 def test_rescale_asks_what_should_change(calibration: Path, tmp_path: Path) -> None:
-    assert "Give --recipe" in refused("rescale", calibration, "-o", tmp_path / "out")
+    assert "give --recipe" in refused("rescale", calibration, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

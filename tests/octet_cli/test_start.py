@@ -59,7 +59,7 @@ REFUSED = {
     "rescale calibration -o taken --recipe fp8": EXISTS,
     "rescale calibration -o out --recipe fp8": "calibration: its checkpoint (not recorded) is not",
     "rescale calibration -o out --recipe fp8 --max-kl x": "--max-kl 'x': 'x' is not a positive",
-    "rescale calibration -o out": "what should change? Give --recipe, --kv-cache, --exclude, --his",
+    "rescale calibration -o out": "nothing to change: give --recipe, --kv-cache, --exclude, --his",
     "rescale calibration -o out --histograms absent": "Invalid value for '--histograms': dir 'abs",
     "rescale calibration -o out --te-state absent": "Invalid value for '--te-state': file 'absent'",
     "drift absent --live plain": ABSENT,

@@ -136,7 +136,7 @@ async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_
         assert error(reply, 503, "tier_unavailable") == (
             "no pool of the model 'm' fits the tier 'exact' now (at most 0.001 nats from the "
             "reference): 'fp4' is not measured: it has no golden records, 'fp8' measures 0.01235, "
-            "'bf16' is not measured; ask for a tier that is served now (standard, economy)"
+            "'bf16' is not measured; choose a tier that is served now (standard, economy)"
         )
         assert reply.json()["error"]["type"] == "service_unavailable_error"
         assert reply.headers["retry-after"] == "20"
@@ -171,7 +171,7 @@ async def test_when_nothing_fits_the_refusal_says_what_was_measured_and_what_to_
         ("m", "exact, economy", "unknown tier 'exact, economy'"),
         ("m", "x" * 5000, f"unknown tier '{'x' * 100}';"),
         ("m", "\x00é", "unknown tier '"),
-        ("m-exact", "economy", "'m-exact' is of the tier 'exact', and X-Octet-Tier asks for"),
+        ("m-exact", "economy", "'m-exact' selects the tier 'exact', but X-Octet-Tier is"),
     ],
 )
 async def test_a_tier_that_cannot_be_meant_is_refused(model: str, name: str, expected: str) -> None:

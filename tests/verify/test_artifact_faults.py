@@ -231,8 +231,14 @@ def norm_in_another_dtype(tensors: Tensors, _: dict[str, Any]) -> None:
     tensors[name] = tensors[name].half()
 
 
-@fault("ct-channel", "config.json", "declares no quantization, and 14 linears are codes, such as")
-@fault("ct-nvfp4", "config.json", "declares no quantization, and 14 linears are codes, such as")
+@fault(
+    "ct-channel",
+    "config.json",
+    "declares no quantization, but 14 linear layers hold codes, such as",
+)
+@fault(
+    "ct-nvfp4", "config.json", "declares no quantization, but 14 linear layers hold codes, such as"
+)
 def configuration_dropped(_: Tensors, config: dict[str, Any]) -> None:
     del config["quantization_config"]
 

@@ -196,7 +196,7 @@ def test_what_no_pack_can_be_made_of(
     config = read_object(undeclared / "config.json", CheckpointError)
     del config["quantization_config"]
     (undeclared / "config.json").write_text(json.dumps(config))
-    assert "declares no quantization, and 14 linears are codes" in told(model, undeclared)
+    assert "declares no quantization, but 14 linear layers hold codes" in told(model, undeclared)
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (undeclared / "config.json").write_text(json.dumps(config))
     assert "quant_method 'awq'" in told(model, undeclared)

@@ -1,4 +1,4 @@
-"""Measures the GPUs of this machine during a run, and asks a server for its KV-cache capacity."""
+"""Measures the GPUs of this machine during a run, and reads the KV-cache capacity of a server."""
 
 import os
 import socket

@@ -186,7 +186,10 @@ def _undeclared(written: Written, linears: dict[str, tuple[int, int]], found: Ve
         or (f"{module}.weight" in written and written.dtype(f"{module}.weight") in _CODES)
     ]
     if codes:
-        what = f"declares no quantization, and {len(codes)} linears are codes, such as {codes[0]}"
+        what = (
+            f"declares no quantization, but {len(codes)} linear layers hold codes, such as"
+            f" {codes[0]}"
+        )
         found.problem("configuration", "config.json", what)
     return bool(codes)
 

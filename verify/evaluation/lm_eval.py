@@ -70,8 +70,8 @@ class Harness:
             if done.returncode or not found:
                 said = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing"]
                 raise BackendError(
-                    f"lm_eval ended with {done.returncode}, and said last: {said[-1]};"
-                    f" try it yourself: {shlex.join(['lm_eval', *arguments])}"
+                    f"lm_eval ended with code {done.returncode}, and its last line is: {said[-1]};"
+                    f" run it yourself to see more: {shlex.join(['lm_eval', *arguments])}"
                 )
             return _figures(json.loads(found[-1].read_text("utf-8"))["results"])
 

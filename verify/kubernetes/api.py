@@ -1,4 +1,4 @@
-"""Speaks the part of the Kubernetes API that a prover needs: list, watch and patch pods.
+"""Implements the part of the Kubernetes API that a prover needs: list, watch and patch pods.
 
 The protocol: https://kubernetes.io/docs/reference/using-api/api-concepts/ (watches, resource
 versions, 410 Gone, bookmarks) and https://kubernetes.io/docs/reference/kubernetes-api/ (pods). The
@@ -119,7 +119,7 @@ class Pods:
             event = json.loads(line)
             kind, pod = str(event["type"]), dict(event["object"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise ApiError(f"{self.cluster.url}: {what}: sent an event that is none") from None
+            raise ApiError(f"{self.cluster.url}: {what}: sent an invalid event") from None
         if kind == "ERROR":
             code = pod.get("code")
             self._refuse(what, code if type(code) is int else 500, line)

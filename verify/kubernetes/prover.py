@@ -1,8 +1,8 @@
 """Keeps a condition on each selected pod equal to what is proven about its server.
 
 The pods' servers are the members of a `Pool`, so the gateway's own health checks and provers do the
-proving, on the gateway's schedule. No request goes through it. A loop compares what each pod's
-condition says with what it should say, and patches the pods that differ.
+proving, on the gateway's schedule. No request goes through it. A loop compares the
+condition of each pod with the result of its proof, and patches the pods that differ.
 
 A condition stays "True", until a probe says otherwise, while it belongs to the running server, by
 its annotation: a prover that restarts or loses the network takes no proven pod out of service. A
@@ -115,7 +115,7 @@ class PodProver:
             await self.pool.close()
 
     def report(self, watched: Watched) -> Report | None:
-        """Returns what a pod's condition should say; None: what it says already."""
+        """Returns the condition that a pod should have; None if it has that already."""
         member, pod = watched.member, watched.pod
         proof = member.proof if member is not None else None
         if proof is not None and proof.state in PROVEN:
@@ -232,7 +232,7 @@ class PodProver:
         try:
             pod = Pod.read(item, self._port, self._condition)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            _log.warning("%s: sent a pod that is none (%r)", self.pods.cluster.url, error)
+            _log.warning("%s: sent an invalid pod (%r)", self.pods.cluster.url, error)
             return
         before = self.watched.get(pod.uid)
         if gone or pod.leaving:

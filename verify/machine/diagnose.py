@@ -85,7 +85,7 @@ def nearest_version(engine: EngineName, version: str) -> str:
 
 
 def missing_packages(machine: Machine) -> frozenset[str]:
-    """Returns the packages that the hardware model asks for and the environment lacks."""
+    """Returns the packages that the hardware model requires and the environment lacks."""
     has = machine.environment.version("flashinfer-python") is not None
     # Without vLLM nothing is known of the environment that will have it.
     without = machine.environment.version("vllm") is None
@@ -161,7 +161,7 @@ def _of_gpu(gpu: Gpu) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             text=f"{name}: throttled by {', '.join(gpu.throttled)}",
-            remedy="see to its cooling and power; measure nothing until then",
+            remedy="check its cooling and power; do not benchmark before that",
         )
     if gpu.device.source:
         return

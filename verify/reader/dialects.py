@@ -49,7 +49,7 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization | Non
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError, re.error) as error:
         raise UnsupportedError(f"{where}: quantization_config cannot be read: {error}") from None
     raise UnsupportedError(
-        f"{where}: quant_method '{method}' is none that verify reads; it reads compressed-tensors,"
+        f"{where}: verify does not read quant_method '{method}'; it reads compressed-tensors,"
         " modelopt, fp8 and mxfp4"
     )
 
@@ -216,7 +216,7 @@ def _modelopt_stored(algorithm: str, where: str) -> Stored:
             inputs=Inputs("e2m1", "group", True, "e4m3", 16) if rounded else None,
         )
     raise UnsupportedError(
-        f"{where}: quant_algo '{algorithm}' is none that verify decodes; it decodes FP8,"
+        f"{where}: verify does not decode quant_algo '{algorithm}'; it decodes FP8,"
         " FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, NVFP4, W4A16_NVFP4, MXFP8, MXFP4 and"
         " MIXED_PRECISION"
     )

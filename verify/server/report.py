@@ -70,7 +70,7 @@ class ServerReport:
     def exit_code(self) -> int:
         """Returns 0: conforming; 1: non-conforming; 2: log-probabilities could not be checked.
 
-        3: nothing contradicts it, but only a bound speaks for it.
+        3: nothing contradicts it, but only a coarse bound was tested.
         """
         outcome = self.verdict.outcome if self.verdict else "inconclusive"
         if self.restarted:
@@ -227,7 +227,7 @@ def _unchecked(found: ServerReport, show_all: bool) -> list[str]:
     names = "; ".join(f"({in_words(label)})" for label in hidden)
     if not show_all and len(hidden) > 1:
         names = f"({in_words(hidden[0])}) and {len(hidden) - 1} more (--all)"
-    return [*found.unchecked, f"too close to a conforming server to tell: {names}"]
+    return [*found.unchecked, f"faults that cannot be told from a conforming server: {names}"]
 
 
 def _verdict(found: ServerReport) -> Text:

@@ -70,8 +70,8 @@ def require_proven(query: Query, *, console: Console | None = None) -> str:
         reasons.append(found.verdict.reason)
     if outcome in ("better", "worse") or len(reasons) > (found.verdict is not None):
         raise GateError(
-            f"{query.url}: not what {query.golden} proves: {'; '.join(reasons)}. Nothing was"
-            " measured; without --golden it is measured all the same"
+            f"{query.url}: does not match {query.golden}: {'; '.join(reasons)}. Nothing was"
+            " measured; leave out --golden to measure it anyway"
         )
     if found.verdict is None or found.missing or outcome == "inconclusive":
         return f"not proven: {'; '.join([*reasons, *found.unchecked]) or 'no verdict'}"

@@ -333,7 +333,7 @@ class Attempts:
                 await close(answer.rest)
         if restarted:
             name = lease.member.name
-            line = f"{name} was restarted, or found to be wrong, before its answer began"
+            line = f"{name} was restarted, or failed its proof, before its answer began"
             _log.warning("pool %s: %s", lease.member.pool, line)
             raise Disowned(line, kind="lost")
 
@@ -369,7 +369,7 @@ def _fault_of(
     if deadlines.gone or not (late and deadlines.caught()):
         raise asyncio.CancelledError from failure
     if given_up:
-        return BackendUnavailable(f"{member.name} went away, and sent no token", kind="lost")
+        return BackendUnavailable(f"{member.name} disconnected before it sent a token", kind="lost")
     return BackendUnavailable(
         f"{member.name} sent no token within {first_token_s:g} s", kind="timeout"
     )
@@ -396,12 +396,12 @@ def _nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Membe
 
 
 def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
-    """Returns the error that no member is available: for lack of proof, if all in reach lack it."""
+    """Returns the error that no member is available, or that none of the reachable is proven."""
     standings = Counter(member.standing for member in members)
     counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
     message, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)
     if counts and standings.keys() <= {"refused", "unproven", "unreachable", "not_ready"}:
-        message += f" has proven that its numbers are right ({', '.join(counts)})"
+        message += f" is proven ({', '.join(counts)})"
         return BackendUnproven(message, retry_after_s=retry_after_s)
     able = "" if len(members) == len(pool.members) else " that can take this request"
     return BackendUnavailable(f"{message}{able} is available now", retry_after_s=retry_after_s)

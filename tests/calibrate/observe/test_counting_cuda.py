@@ -137,7 +137,7 @@ def test_says_what_does_not_fit_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnsupportedError) as error:
         CudaCounter(10_000, torch.device("cuda", 0))
     assert str(error.value) == (
-        "cuda:0 has no room for 10000 histograms (2.6 GB): free memory there, or calibrate with"
+        "cuda:0 has no memory for 10000 histograms (2.6 GB): free some there, or calibrate with"
         " --device cpu"
     )
 

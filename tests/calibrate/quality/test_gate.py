@@ -146,10 +146,10 @@ class TestTheVerdict:
         said = self.error(Part("kv_cache", (), 0.004, 0), Part("other", ("o",), 0.006, 0), worst)
         assert said == (
             "out is not written, over --max-kl 0.01: 0.02 nats (95 % bound 0.03) on 900 tokens of"
-            " 12 held-out samples, simulated in float32; of what its parts cost alone, most is of"
+            " 12 held-out samples, simulated in float32; measured alone, the costliest parts are"
             " layers.3.mlp.gate_up_proj (90%), other (6%), kv_cache (4%); calibrate again with"
             " --exclude layers.3.mlp.gate --exclude layers.3.mlp.up, or --budget kl=0.01;"
-            " evidence: out.refused"
+            " report: out.refused"
         )
 
     def test_a_cache_is_not_excluded_but_exchanged(self) -> None:
@@ -198,7 +198,7 @@ class TestCalibrate:
             calibrated(injured, tiny_samples, out, gate=gate("0.002", "0.001%"))
         assert observed == [0, 1]
         said = str(caught.value)
-        assert "\n" not in said and "most is of model.layers.1." in said
+        assert "\n" not in said and "costliest parts are model.layers.1." in said
         assert "--exclude model.layers.1." in said and "--exclude model.layers.0." not in said
         refused = refused_directory(out)
         assert {path.name for path in tmp_path.iterdir()} == {"out.refused", "out.progress"}
@@ -275,7 +275,7 @@ class TestCalibrate:
     ) -> None:
         (tmp_path / "out.refused").mkdir()
         (tmp_path / "out.refused" / "mine").touch()
-        with pytest.raises(ArtifactError, match=r"out\.refused: exists and is no evidence"):
+        with pytest.raises(ArtifactError, match=r"out\.refused: exists and is no report"):
             calibrated(tiny_model, tiny_samples, tmp_path / "out", gate=gate("0.01"))
         assert [path.name for path in tmp_path.iterdir()] == ["out.refused"]
 

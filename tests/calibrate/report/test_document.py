@@ -47,9 +47,9 @@ def test_nothing_to_warn_about_is_said_so() -> None:
 def test_too_little_text_is_never_called_enough() -> None:
     said = "Whether 128 samples are enough is not known: they "
     short = make_report("fp8-static", tokens=256).summary.enough
-    assert short == f"{said}hold 256 tokens in all, where 2,048 are little."
+    assert short == f"{said}hold 256 tokens in all, and even 2,048 would be few."
     same = make_report("fp8-static", distinct=1).summary.enough
-    assert same == f"{said}are 1 that differ, and repetitions."
+    assert same == f"{said}hold only 1 distinct sample."
     assert make_report("fp8-static", distinct=128).summary.enough.startswith("128 samples were en")
     none = make_report("fp8", tokens=256).summary.enough
     assert none.startswith("No scale is taken from the samples: inputs are scaled at run time")

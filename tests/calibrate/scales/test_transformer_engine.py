@@ -151,7 +151,7 @@ def test_code_in_a_file_is_not_run(
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({}, "no amax history of this model's linears"),
+        ({}, "no amax history of this model's linear layers"),
         ({"model.layers.0.mlp.down_proj._extra_state": "mxfp8"}, "Only DelayedScaling has one"),
         ({"model.layers.0.mlp.down_proj._extra_state": "unused"}, "no amax history"),
         ({"layers.9.mlp.linear_fc2._extra_state": "linear"}, "no amax history"),

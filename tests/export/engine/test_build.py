@@ -352,8 +352,9 @@ class TestComplaints:
         fake.multiplies = "Half"
         terminal = Console(file=io.StringIO(), force_terminal=True)
         self.build(
-            r"1.7.fake for sm89 runs 14 of 14 linears of recipe fp8-static in another precision"
-            r" than the recipe has: model\.layers\.0\.self_attn\.q_proj in float16, not fp8",
+            r"1.7.fake for sm89 runs 14 of 14 linear layers of recipe fp8-static in another"
+            r" precision than the recipe has: model\.layers\.0\.self_attn\.q_proj in float16, not"
+            r" fp8",
             terminal,
         )
         assert [len(profile) for profile in fake.profiles] == [8, 8]

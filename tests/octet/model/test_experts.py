@@ -22,7 +22,7 @@ def test_tensors_that_nothing_describes_are_told(tmp_path: Path, moe: Path) -> N
     (tmp_path / "config.json").write_text((moe / "config.json").read_text())
     write_tensors(tmp_path / "model.safetensors", tensors | {"score.weight": norm, "x.bias": norm})
     (warning,) = Checkpoint.open(tmp_path).warnings
-    assert warning.startswith("config.json describes no tensor score.weight, x.bias: what is not")
+    assert warning.startswith("config.json does not describe score.weight, x.bias: Octet does not")
 
 
 def test_an_expert_is_a_swiglu_with_an_input_of_its_own() -> None:

@@ -44,7 +44,7 @@ def test_rubbish_in_a_part_of_the_answers_is_refused(every: int, count: int) -> 
         found = judged(seed, spoiled(seed, rubbish, every, count))
         assert found.outcome == "worse", (seed, found.reason)
         assert found.cause is not None and found.cause.name == "partly_wrong"
-        told = re.search(rf"but for (\d+) of {count} prompts at least, of 1 to 1 ", found.reason)
+        told = re.search(rf"except for at least (\d+) of {count} prompts, of 1 to 1 ", found.reason)
         assert told is not None, found.reason
         assert count // every * 0.6 < int(told[1]) <= count // every
 
@@ -56,7 +56,7 @@ def test_a_fault_in_a_part_of_the_answers_is_not_admitted() -> None:
         for every in (2, 4, 8):
             found = judged(seed, spoiled(seed, lambda x, b=broken: b[x.record], every))
             assert found.outcome in ("worse", "inconclusive"), (seed, every)
-            assert "off" in found.reason or "but for" in found.reason
+            assert "off" in found.reason or "except for" in found.reason
 
 
 @pytest.mark.parametrize(

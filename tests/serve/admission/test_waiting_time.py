@@ -40,7 +40,7 @@ async def test_who_is_refused_need_not_stay_away_longer_than_anybody_waits() -> 
     (waiting,) = await asked(enter(gate, 10, max_wait_s=100.0))
     with pytest.raises(RequestError, match="is full") as full:
         await enter(gate, 60, max_queue=1, max_wait_s=30.0)
-    with pytest.raises(RequestError, match="had no room within 25 s") as late:
+    with pytest.raises(RequestError, match="had no capacity within 25 s") as late:
         await enter(gate, 60, "other", max_wait_s=25.0)
     # By the rate alone it is 42 s; but who waits now will not wait then.
     assert (full.value.retry_after_s, late.value.retry_after_s) == (30.0, 25.0)
@@ -56,7 +56,7 @@ async def test_who_cannot_be_served_in_time_is_told_at_once() -> None:
         await enter(gate, 50, "flood", max_wait_s=20.0)
     error = caught.value
     assert (error.status, error.code, loop.time()) == (503, "overloaded", 0.0)
-    assert str(error) == "'pool' will have no room within 20 s" and error.retry_after_s == 20.0
+    assert str(error) == "'pool' will have no capacity within 20 s" and error.retry_after_s == 20.0
     # Of another key, or before the others, it has only the request under way to wait for.
     others = await asked(
         enter(gate, 50, "quiet", max_wait_s=20.0),

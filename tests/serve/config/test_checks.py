@@ -74,7 +74,7 @@ def found_by(source: str) -> str:
         ),
         (
             f"pools: {{p: {{backends: [{VLLM}]}}}}\nmodels: {{m: {{pool: p}}, n: {{pool: p}}}}",
-            "pools.p.backends.0: say which `model` the server knows: the models m, n use this pool",
+            "pools.p.backends.0: set `model` to its name there: the models m, n use this pool",
         ),
         (
             f"{POOL}\naccess: {{keys: [{KEY}, {{name: k, sha256: {OTHER}}}]}}",

@@ -225,8 +225,7 @@ async def test_a_client_is_told_that_proof_is_why_nobody_answers() -> None:
 
         told = await error()
         assert told["code"] == "backend_unproven" and told["message"] == (
-            "no backend of the pool 'fake' has proven that its numbers are right"
-            " (1 refused, 1 unproven)"
+            "no backend of the pool 'fake' is proven (1 refused, 1 unproven)"
         )
         members[0].go_out("gone", reachable=False)
         assert (await error())["message"].endswith("(1 unproven)")

@@ -202,7 +202,7 @@ async def test_another_chat_template(export: Path, tokenizes: bool) -> None:
 async def test_one_percent_of_a_tokenizers_ids(export: Path) -> None:
     view = await viewed(server(rotated=3), export)
     assert view.tokenizer is not None
-    assert "it reads 'd' as token 101 instead of 100" in view.tokenizer
+    assert "it encodes 'd' as token 101 instead of 100" in view.tokenizer
 
 
 @pytest.mark.parametrize("content", [{}, {"tokens": "x", "usage": {"total_tokens": -1}}, [], None])

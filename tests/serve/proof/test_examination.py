@@ -72,7 +72,7 @@ async def test_one_whose_context_leaves_too_few_answers_for_the_power_stays_out(
     scene: Scene,
 ) -> None:
     assert scene.member.standing == "unproven" and not scene.serves()
-    assert "proof.power needs 40 answers, and it gave 32" in scene.proof.reason
+    assert "proof.power needs 40 answers, and it returned 32" in scene.proof.reason
 
 
 @played(lambda: Failing(failing={3: 9, 7: 9}, kind="context"))
@@ -113,7 +113,7 @@ class Slow(FakeExam):
         probed = await super().probe(backend, records, concurrency=concurrency, timeout_s=timeout_s)
         await asyncio.sleep(timeout_s - self.seconds)
         probed.responses = probed.responses[:10]
-        late = f"none came in {timeout_s:g} s"
+        late = f"no answer in {timeout_s:g} s"
         probed.failures = [Failure(n, "busy", late) for n in records[10:]]
         return probed
 
@@ -126,9 +126,9 @@ async def test_one_too_slow_for_its_time_is_asked_no_more_and_it_is_said_what_he
     assert scene.member.standing == "unproven"
     assert [len(records) for records in scene.exam.asked_of(ADDRESS)] == [24, 24]
     assert scene.proof.notes == (
-        "14 of 24 golden prompts were not answered in time: none came in 60 s",
+        "14 of 24 golden prompts were not answered in time: no answer in 60 s",
     )
-    said = "the 60 s of its probe were over: if it is so slow always, raise proof.timeout_s"
+    said = "its probe was over after 60 s, and some golden prompts had no answer: if it is always"
     assert said in scene.proof.reason
 
 

@@ -62,7 +62,7 @@ async def test_a_server_that_is_busy_is_not_gone() -> None:
         runner.gate.set()
     assert (probed.state, len(probed.failures), probed.responses) == ("busy", 4, [])
     assert probed.notes == [
-        "4 of 4 golden prompts were not answered in time: none came in 0.2 s, though it is ready"
+        "4 of 4 golden prompts were not answered in time: no answer in 0.2 s, though it is ready"
     ]
     assert probed.tokens == sum(len(fake_golden().records[n].prompt_token_ids) for n in RECORDS)
     assert server.cancelled == 4 and server.running == 0

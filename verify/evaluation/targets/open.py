@@ -90,7 +90,7 @@ def _encoder(target: Target) -> Callable[[str], list[int]]:
 def _quantized(path: Path) -> bool:
     """Decides whether config.json declares a quantization; opening reports an unreadable file.
 
-    gpt-oss's MXFP4 is none here: engines multiply by what it decodes to.
+    gpt-oss's MXFP4 does not count as one: engines multiply by the decoded weights.
     """
     try:
         config = read_json(path / "config.json")

@@ -37,8 +37,7 @@ class Server:
     ) -> None:
         """Queries the server for its models.
 
-        `name` stands for the URL, in reports too, of a server that was started on another port
-        before.
+        `name` replaces the URL, also in reports, for a server that had another port before.
         Raises ConfigError for an invalid URL, BackendUnavailable if nothing answers there.
         """
         self.name = name or url

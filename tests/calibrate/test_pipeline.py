@@ -298,6 +298,26 @@ def test_after_a_signal_the_same_command_continues(
     out = tmp_path / "out"
     command = ["calibrate", str(tiny_model), "--samples", str(tiny_samples), "--recipe", "fp8"]
     command += ["-o", str(out), "-n", "128", "--no-predict"]
+    for _ in range(10):  # until the signal comes before the end: a busy machine may hold us up
+        code, said = interrupted(command, number, stage)
+        if code:
+            break
+        shutil.rmtree(out)
+    assert said.rstrip().endswith("interrupted")
+    assert "Traceback" not in said
+    assert code == 130
+    progress = out.with_name("out.progress")
+    kept = [progress] if stage == "Golden records" else list(tmp_path.glob("out.progress"))
+    assert list(tmp_path.iterdir()) == kept  # nothing else, whenever the signal came
+    assert (f"kept {progress}" in said) == bool(kept)
+    again = octet(*command)
+    assert again.returncode == 0, again.stderr
+    assert ("continuing from" in again.stderr) == bool(kept)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def interrupted(command: list[str], number: signal.Signals, stage: str) -> tuple[int, str]:
+    """Sends the signal when the command shows `stage`; returns its exit code, and all it said."""
     environment = os.environ | {"COLUMNS": "120", "FORCE_COLOR": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "octet", *command],
@@ -313,17 +333,7 @@ def test_after_a_signal_the_same_command_continues(
         seen += os.read(process.stderr.fileno(), 4096)
     process.send_signal(number)
     _, rest = process.communicate(timeout=600)
-    assert (seen + rest).rstrip().endswith(b"interrupted")
-    assert b"Traceback" not in seen + rest
-    assert process.returncode == 130
-    progress = out.with_name("out.progress")
-    kept = [progress] if stage == "Golden records" else list(tmp_path.glob("out.progress"))
-    assert list(tmp_path.iterdir()) == kept  # nothing else, whenever the signal came
-    assert (f"kept {progress}" in (seen + rest).decode()) == bool(kept)
-    again = octet(*command)
-    assert again.returncode == 0, again.stderr
-    assert ("continuing from" in again.stderr) == bool(kept)
-    assert list(tmp_path.iterdir()) == [out]
+    return process.returncode, (seen + rest).decode()
 
 
 @pytest.mark.parametrize(("stage", "most"), [("Calibrating", 16), ("Golden records", 32)])

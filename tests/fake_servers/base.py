@@ -7,6 +7,7 @@ from typing import Any
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.request import GenerateRequest
 from tests.fakes import FakeRunner, fake_backend
+from tests.ports import reserved_port
 
 __all__ = ["FakeServer", "asked", "fault_of", "running"]
 
@@ -32,9 +33,12 @@ def fault_of(body: dict[str, Any]) -> str:
 
 
 def asked(
-    body: dict[str, Any], engine: EmbeddedBackend, default_limit: int = 16
+    body: dict[str, Any], engine: EmbeddedBackend, number: int, default_limit: int = 16
 ) -> GenerateRequest:
-    """An OpenAI body, or vLLM's sampling parameters, as the engine's request."""
+    """An OpenAI body, or vLLM's sampling parameters, as the engine's request.
+
+    `number`, of the server's requests, is the seed of one without a seed.
+    """
     chat = "messages" in body
     prompt: Any = engine.chat_prompt(body["messages"]) if chat else body["prompt"]
     stop = body.get("stop") or []
@@ -50,7 +54,7 @@ def asked(
         temperature=body.get("temperature", 1.0),
         top_p=body.get("top_p", 1.0),
         top_k=max(body.get("top_k", 0), 0),
-        seed=body.get("seed"),
+        seed=number if body.get("seed") is None else body["seed"],
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.get("stop_token_ids") or ()),
         logprobs=logprobs,
@@ -61,9 +65,10 @@ def asked(
 
 @asynccontextmanager
 async def running(server: Any) -> AsyncIterator[Any]:
-    """Starts a fake server, and stops it at the end."""
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
+    """Starts a fake server, and stops it at the end; its port is its own also while it is down."""
+    with reserved_port() as port:
+        await server.start(port)
+        try:
+            yield server
+        finally:
+            await server.stop()

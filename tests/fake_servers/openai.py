@@ -182,7 +182,8 @@ class FakeOpenAI(FakeServer):
             return web.Response(status=502, text="<h1>Bad Gateway</h1>", content_type="text/html")
         named = NamedAnswer(request.path, body) if request.path in NAMED else None
         chat = body if named is None else chat_of(request.path, body)
-        wanted = asked(chat, self.engine, self.flavour.default_limit)
+        number, limit = len(self.requests), self.flavour.default_limit
+        wanted = asked(chat, self.engine, number, limit)
         if not body.get("stream"):
             return web.json_response(await self._whole(wanted, body, named))
         async with aclosing(cast(Any, self.engine.generate(wanted))) as events:

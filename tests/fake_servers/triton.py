@@ -161,7 +161,7 @@ class FakeTriton(FakeServer, pb_grpc.GRPCInferenceServiceServicer):
             return
         limit = body.get("max_tokens") or CONTEXT  # past the context there is nothing: no mistake
         body |= {"model": "fake", "max_tokens": min(limit, CONTEXT)}
-        wanted = asked(body, self.engine)
+        wanted = asked(body, self.engine, len(self.requests))
         count = 0
         try:
             async for event in self.engine.generate(wanted):

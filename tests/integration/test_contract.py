@@ -26,6 +26,7 @@ from serve.config import EmbeddedConfig, HttpConfig
 from serve.engine.tokenizer import Tokenizer
 from tests.integration.model_stand_ins import STAND_INS, config_of
 from tests.integration.servers.launch import TritonServer, VllmServer
+from tests.integration.test_servers import is_stub, processes_of_group
 from tests.serve.contract import FREED_S, Check, ask, collect, freed_within, owed
 from tests.triton_config import triton_at
 
@@ -208,11 +209,6 @@ async def test_a_model_whose_process_was_killed_is_dead_though_triton_calls_it_r
 def stubs_of(server: TritonServer) -> list[int]:
     """Process ids of the server's Python models."""
     assert server.process is not None
-    group = server.process.pid
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        name, _, rest = path.read_text().partition(" (")[2].rpartition(") ")
-        if name.startswith("triton_python") and int(rest.split()[2]) == group:
-            found.append(int(path.parent.name))
+    found = [pid for pid in processes_of_group(server.process.pid) if is_stub(pid)]
     assert found
     return found

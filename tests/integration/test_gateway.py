@@ -261,4 +261,7 @@ async def test_a_vllm_that_answers_while_it_ends_costs_no_request_without_a_toke
 
 
 def is_engine_core(pid: int) -> bool:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore")
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"VLLM::EngineCore")
+    except OSError:  # it has ended
+        return False

@@ -23,6 +23,7 @@ from tests.calibrate.report_data import budget, chunks, experts, make_report, se
 from tests.fake_servers import FakeOpenAI, running
 from tests.integration.conftest import EXAMPLE, octet, require
 from tests.integration.servers import layout
+from tests.integration.servers.process import free_port
 from tests.integration.test_report_page import BROWSER, INPUT
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.gateway.test_reload import one_pool
@@ -220,8 +221,7 @@ async def test_live_page(tmp_path: Path) -> None:
 async def test_live_page_of_a_gateway_that_is_restarted(
     upstream: FakeOpenAI, tmp_path: Path
 ) -> None:
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()  # which nobody else takes while the gateway is down
     path = tmp_path / "octet.yaml"
 
     async def restart_for_ever() -> None:

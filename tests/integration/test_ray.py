@@ -18,6 +18,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -312,6 +313,13 @@ async def until(condition: Callable[[], bool], what: str) -> float:
     return time.monotonic() - began
 
 
+async def only_replica(cluster: RayCluster) -> int:
+    """The process id of the one replica; Ray forgets one that ends before its process is gone."""
+    await until(lambda: len(cluster.replicas("main-1")) == 1, "there is not one replica")
+    (found,) = cluster.replicas("main-1")
+    return found
+
+
 @dataclass
 class Status:
     """A deployment, as `serve status` shows it."""
@@ -410,7 +418,7 @@ async def test_replicas_follow_the_outstanding_tokens_and_a_wrong_one_gets_no_re
 
     shutil.move(artifact, tmp_path / "right")
     shutil.move(tmp_path / "halved", artifact)
-    (first,) = cluster.replicas("main-1")
+    first = await only_replica(cluster)
     before = cluster.logs().count("is refused: ")
     async with Clients(url(port)) as clients:
         await until(lambda: cluster.logs().count("is refused: ") >= before + 2, "none is refused")
@@ -456,9 +464,11 @@ async def test_a_replica_may_be_a_vllm(
     async with Clients(url(port), workers=2) as clients:
         await clients.more(6)
     assert clients.lost() == []
-    (replica,) = cluster.replicas("main-1")
-    children = Path(f"/proc/{replica}/task/{replica}/children").parent.parent.glob("*/children")
-    vllm = [int(pid) for path in children for pid in path.read_text().split()]
+    replica = await only_replica(cluster)
+    vllm = []
+    for path in Path(f"/proc/{replica}/task").glob("*/children"):
+        with suppress(OSError):  # a thread may end meanwhile
+            vllm += [int(pid) for pid in path.read_text().split()]
     assert vllm
     os.kill(replica, signal.SIGKILL)  # takes its vLLM with it
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in vllm), "vLLM is left")

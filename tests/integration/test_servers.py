@@ -34,8 +34,11 @@ def processes_of_group(group: int) -> list[int]:
 
 
 def is_stub(pid: int) -> bool:
-    """Returns whether the process runs a Python model for Triton."""
-    return b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    """Returns whether the process runs a Python model for Triton; it may have ended."""
+    try:
+        return b"triton_python_backend_stub" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def request(text: str, max_tokens: int = 3) -> service_pb2.ModelInferRequest:

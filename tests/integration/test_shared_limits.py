@@ -128,6 +128,9 @@ class Gateways:
             found: dict[str, Any] = (await answer.json())["shared_limits"]
             return found
 
+    async def losses(self) -> int:
+        return sum([(await self.status(i))["losses"] for i in range(len(self.servers))])
+
     async def until(self, state: str) -> None:
         async with asyncio.timeout(60):
             for gateway in range(len(self.servers)):
@@ -201,8 +204,13 @@ async def gateways(
 async def test_ten_times_the_limit_is_exceeded_by_no_more_than_2_percent(
     gateways: Gateways,
 ) -> None:
-    await gateways.until("shared")
-    await gateways.load(100)
+    for _ in range(3):  # without a round trip that a busy machine holds up: that is a loss of Redis
+        await gateways.until("shared")
+        gateways.answers.clear()
+        before = await gateways.losses()
+        await gateways.load(100)
+        if await gateways.losses() == before:
+            break
     assert (await gateways.status(0))["gateways"] == GATEWAYS
     statuses = {answer.status for answer in gateways.answers}
     requests, _ = gateways.most("requests")
@@ -237,8 +245,10 @@ async def test_the_limit_holds_while_redis_is_killed_and_comes_back(
     assert requests <= 1.02 * LIMIT and tokens <= 1.02 * TOKENS
     for gateway in range(GATEWAYS):
         status = await gateways.status(gateway)
-        assert status["losses"] == 1 and status["requests_decided_alone"] > 0
         log = gateways.servers[gateway].log.read_text()
+        # A machine that holds up a round trip for a second makes a loss of its own.
+        assert 1 <= status["losses"] <= 1 + log.count(" does not answer within ")
+        assert status["requests_decided_alone"] > 0
         assert "get 1/4 of their limits" in log and "counted by Redis" in log
 
 

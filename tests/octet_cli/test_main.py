@@ -21,8 +21,6 @@ from tests.command import octet
 from tests.models import write_model
 from tests.shared import Shared
 
-OCTET = [sys.executable, "-m", "octet"]
-
 
 def refused(*arguments: object) -> str:
     """The one line on standard error; asserts that it is one, and that the exit code is 2."""
@@ -294,16 +292,22 @@ def test_serve_wants_one_thing_to_serve(tmp_path: Path) -> None:
 def test_an_interrupted_calibration_leaves_nothing_half_written(
     after_s: float, tiny_model: Path, tiny_samples: Path, tmp_path: Path
 ) -> None:
-    command = [*OCTET, "calibrate", str(tiny_model), "--samples", str(tiny_samples)]
+    # Before this line, Python is starting, and nothing of ours can answer a signal.
+    started = "import runpy; print(flush=True); runpy.run_module('octet', run_name='__main__')"
+    command = [sys.executable, "-c", started, "calibrate", str(tiny_model)]
+    command += ["--samples", str(tiny_samples)]
     processes = {
         number: subprocess.Popen(
             [*command, "-o", str(tmp_path / number.name / "out")],
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for number in (signal.SIGINT, signal.SIGTERM)
     }
+    for process in processes.values():
+        assert process.stdout is not None
+        assert process.stdout.readline() == "\n"
     time.sleep(after_s)
     for number, process in processes.items():
         process.send_signal(number)

@@ -1,7 +1,7 @@
 """`octet serve MODEL`: what is calibrated and exported before it is served, and what is refused."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from octet.errors import ConfigError
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
 from serve.vllm.command import Gpu, Installed
 from tests.command import octet
+from tests.ports import reserved_port
 from tests.serve.vllm.exports import write_export
 
 Ran = list[list[str]]
@@ -60,11 +61,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return vllm
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
 def test_a_model_is_calibrated_and_exported_once(
@@ -72,10 +72,11 @@ def test_a_model_is_calibrated_and_exported_once(
     served: list[GatewayConfig],
     vllm: Callable[[bool], None],
     tiny_model: Path,
+    port: int,
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "kept"
-    words = ("serve", tiny_model, "--samples", "texts.jsonl", "-o", out, "--port", free_port())
+    words = ("serve", tiny_model, "--samples", "texts.jsonl", "-o", out, "--port", port)
     assert octet(*words).returncode == 0
     calibration = str(out / "calibration")
     calibrate = ["calibrate", str(tiny_model), "--samples", "texts.jsonl", "--recipe", "fp8"]

@@ -1,11 +1,15 @@
 """The gateway on a real loopback socket, and clients for it."""
 
 import asyncio
+import itertools
 import json
+import random
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
+from serve.admission.admission import Admission
 from serve.backends.base import Backend
 from serve.config import GatewayConfig, Health, PoolConfig
 from serve.config.checks import load_config
+from serve.engine.request import GenerateRequest
+from serve.engine.sampler import Sampling
 from serve.gateway.state import Gateway
 from serve.routing import Pool
 from serve.routing.pool import FIRST_PROOF_S
@@ -119,6 +126,38 @@ def configured(path: Path, text: str) -> Gateway:
     gateway = Gateway.from_config(load_config(path))
     gateway.path = path
     return gateway
+
+
+@pytest.fixture(autouse=True)
+def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds which backend is chosen, which prompts prove it, and tokens drawn without a seed."""
+    draws, samplings = itertools.count(), itertools.count()
+    seeded = SimpleNamespace(Random=lambda: random.Random(next(draws)))
+    for module in ("routing.pool", "routing.retry_budget", "routing.route", "gateway.capture"):
+        monkeypatch.setattr(f"serve.{module}.random", seeded)
+    of = Sampling.of
+
+    def sampling(request: GenerateRequest) -> Sampling:
+        seed = next(samplings) if request.seed is None else request.seed
+        return of(replace(request, seed=seed))
+
+    monkeypatch.setattr(Sampling, "of", sampling)
+
+
+@pytest.fixture(autouse=True)
+def _queues_by_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues go by the event loop's clock: it gives the deadlines that they compare with theirs.
+
+    A test's loop falls behind the machine's clock where the machine is busy.
+    """
+
+    def now() -> float:
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:  # outside of a loop, nothing waits
+            return time.monotonic()
+
+    monkeypatch.setitem(Admission.__init__.__kwdefaults__, "clock", now)
 
 
 @pytest.fixture

@@ -58,7 +58,9 @@ async def judged(
 
     The judge is the canary's if there is one.
     """
-    quiet: dict[str, Any] = {"health": {"probe_after_s": None}, "ejection": {"failures": 2}}
+    # A report of load at the moment when an engine has a request waiting would cost copies.
+    health = {"probe_after_s": None, "load_interval_s": 3600}
+    quiet: dict[str, Any] = {"health": health, "ejection": {"failures": 2}}
     model: dict[str, Any] = {"pool": "main"}
     pools: list[tuple[str, list[Any]]] = [("main", [main]), ("ref", [reference])]
     found = {"main": quiet, "ref": quiet}

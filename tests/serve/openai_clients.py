@@ -41,9 +41,11 @@ async def started(url: str, **settings: Any) -> AsyncIterator[OpenAiHttpBackend]
 
 def dead_url() -> str:
     """A URL of this machine where nobody listens."""
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    unused = socket.socket()
+    unused.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    unused.detach()  # bound until this process ends: nobody else listens there meanwhile
+    return url
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -49,6 +50,8 @@ class Workers:
         self.lines: list[str] = []
         self.url = ""
         self.administration: list[str] = []
+        self.sent = 0  # requests
+        self._served: list[tuple[float, float]] = []  # when each 200 was asked for, and had come
 
     async def read(self) -> None:
         assert self.process.stderr is not None
@@ -71,15 +74,35 @@ class Workers:
         return [int(pid) for pid in found.split()]
 
     async def ask(self, count: int) -> list[int]:
-        """The statuses of requests over a connection each."""
-        statuses = []
-        for _ in range(count):
+        """The statuses of requests over a connection each.
+
+        The fake Redis is in this process: while a busy machine stops it, workers refuse. Such a
+        request is sent again.
+        """
+        statuses: list[int] = []
+        while len(statuses) < count:
+            asked = time.monotonic()
             async with (
                 aiohttp.ClientSession(headers=HEADERS) as session,
                 session.post(f"{self.url}/v1/completions", json=BODY) as answer,
             ):
-                statuses.append(answer.status)
+                body = await answer.json()
+            self.sent += 1
+            if answer.status == 503:
+                assert body["error"]["code"] == "shared_limits_unavailable"
+                await asyncio.sleep(0.1)
+                continue
+            statuses.append(answer.status)
+            if answer.status == 200:
+                self._served.append((asked, time.monotonic()))
         return statuses
+
+    def most_in_a_minute(self) -> int:
+        """Counts the requests that were let through, in the 60 s that had most of them."""
+        return max(
+            sum(first <= asked and came < first + 60 for asked, came in self._served)
+            for first, _ in self._served
+        )
 
 
 @asynccontextmanager
@@ -128,7 +151,7 @@ async def test_workers_share_a_port_and_a_limit_and_are_started_again(tmp_path: 
                         text = await answer.text()
                     counts = re.findall(r"^octet_requests_total{.*} (\S+)$", text, re.M)
                     served.append(sum(map(float, counts)))
-            assert len(served) == 2 and sum(served) == 60 and min(served) > 0
+            assert len(served) == 2 and sum(served) == found.sent and min(served) > 0
             for worker in range(2):
                 assert any(f"worker {worker}: serving fake on" in line for line in found.lines)
             content["access"]["keys"][0]["requests_per_minute"] = 25
@@ -141,18 +164,20 @@ async def test_workers_share_a_port_and_a_limit_and_are_started_again(tmp_path: 
             os.kill(killed, signal.SIGKILL)
             await found.until("worker 0 ended with code -9; it is started again")
             await found.until("serving fake on", times=3)
-            assert set(await found.ask(20)) == {429}  # of the other, and of the new one
+            assert set(await found.ask(20)) <= {200, 429}  # of the other, and of the new one
+            assert found.most_in_a_minute() == 25
             assert other in found.pids() and len(found.pids()) == 2
             # A reload waits for a worker that is starting; one that cannot start is left out.
             os.kill(found.pids()[1], signal.SIGKILL)
-            await until(lambda: found.lines[-1].endswith("it is started again in 1 s"))
+            await found.until("it is started again in 1 s", times=2)
             await until(lambda: len(found.pids()) == 2)
             found.process.send_signal(signal.SIGHUP)
             await found.until("reloaded", times=4)
             (tmp_path / "config.yaml").write_text("models: {}")
             os.kill(found.pids()[0], signal.SIGKILL)
             await found.until("it is started again in 10 s")
-            assert set(await found.ask(10)) == {429}
+            assert set(await found.ask(10)) <= {200, 429}
+            assert found.most_in_a_minute() == 25
             pids = found.pids()
             found.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(60):

@@ -8,9 +8,12 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lupa import lua51
+
+from tests.ports import reserved_port
 
 __all__ = ["FakeRedis"]
 
@@ -29,7 +32,7 @@ class FakeRedis:
         self.password: str | None = None
         self.silent = False  # runs commands, and never answers
         self.calls = 0  # of the script
-        self.started = time.monotonic() - 3600  # when it has run for long
+        self.started = now() - 3600  # when it has run for long
         self._scripts: dict[str, str] = {}
         self._functions: dict[str, Any] = {}
         self._lua = lua51.LuaRuntime(unpack_returned_tuples=True)
@@ -38,7 +41,8 @@ class FakeRedis:
         self._lua.execute("redis.error_reply = function(text) return {err = text} end")
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._port = 0
+        self._stack = ExitStack()
+        self._port = self._stack.enter_context(reserved_port())
 
     @property
     def url(self) -> str:
@@ -50,11 +54,11 @@ class FakeRedis:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+        self._stack.close()
 
     async def start(self) -> None:
-        self.started = min(self.started, time.monotonic())
+        self.started = min(self.started, self.now())
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Ends all connections, as a kill does; scripts are forgotten, data stays."""
@@ -117,7 +121,7 @@ class FakeRedis:
         if name == "EVALSHA":
             return self._script(words[1], words[3:5], words[5:])
         if name == "INFO":
-            return f"uptime_in_seconds:{int(time.monotonic() - self.started)}\r\n"
+            return f"uptime_in_seconds:{int(self.now() - self.started)}\r\n"
         raise _Refused(f"ERR unknown command '{words[0]}'")
 
     def _script(self, digest: str, keys: list[str], arguments: list[str]) -> list[int]:

@@ -20,7 +20,7 @@ from serve.access.shared import SharedLimits
 from serve.config import KeyConfig, SharedConfig
 from tests.serve.waiting import until
 
-__all__ = ["CHECKS", "Check", "Replica", "TestedRedis", "hurry", "key", "replicas"]
+__all__ = ["CHECKS", "Check", "Replica", "TestedRedis", "gateway", "hurry", "key", "replicas"]
 
 
 class TestedRedis(Protocol):
@@ -39,10 +39,19 @@ Check = Callable[[TestedRedis], Awaitable[None]]
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the times after which a loss is over, and a killed gateway's holdings lapse."""
-    for name, seconds in (("HOLD_S", 2.0), ("RENEW_S", 0.5), ("SETTLE_S", 1.5), ("RETRY_S", 0.1)):
+    """Shortens the times after which a loss is over.
+
+    Holdings lapse by Redis's clock, which goes on while this process is held up: later than that.
+    """
+    for name, seconds in (("HOLD_S", 60.0), ("RENEW_S", 0.5), ("SETTLE_S", 1.5), ("RETRY_S", 0.1)):
         monkeypatch.setattr(f"serve.access.shared.{name}", seconds)
     monkeypatch.setattr("serve.access.shared.PRESENCE_S", 0.2)
+
+
+def gateway(redis: TestedRedis, **settings: Any) -> SharedLimits:
+    """The limits of a gateway whose clock stands still while this process is held up."""
+    config = SharedConfig(url=redis.url, **settings)
+    return SharedLimits(config, clock=asyncio.get_running_loop().time)
 
 
 def key(**limits: Any) -> KeyConfig:
@@ -100,8 +109,7 @@ class Replica:
 async def replicas(
     redis: TestedRedis, count: int, team: KeyConfig, **settings: Any
 ) -> AsyncIterator[list[Replica]]:
-    config = SharedConfig(url=redis.url, **settings)
-    found = [Replica(SharedLimits(config), team) for _ in range(count)]
+    found = [Replica(gateway(redis, **settings), team) for _ in range(count)]
     for replica in found:
         await replica.limits.start()
     for replica in found:  # a Redis that has just started is not used at once
@@ -189,7 +197,7 @@ async def a_gateway_that_starts_with_an_emptied_redis_waits_for_the_others(
         await redis.stop()
         await redis.empty()
         await redis.start()
-        late = Replica(SharedLimits(SharedConfig(url=redis.url)), limits)
+        late = Replica(gateway(redis), limits)
         await late.limits.start()
         try:
             assert (await late.refusal()).status == 503 and late.limits.state == "settling"
@@ -202,12 +210,14 @@ async def a_gateway_that_starts_with_an_emptied_redis_waits_for_the_others(
 
 async def a_killed_gateway_gives_its_holdings_back(redis: TestedRedis) -> None:
     limits = key(tokens_per_day=1000, max_in_flight=1)
-    async with replicas(redis, 2, limits) as (one, other):
-        await one.take(1000)
-        await asyncio.sleep(2.5)  # longer than it is held without a report
-        assert (await other.refusal(1)).status == 429
-        await one.killed()
-        await other.until_taken(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serve.access.shared.HOLD_S", 2.0)
+        async with replicas(redis, 2, limits) as (one, other):
+            await one.take(1000)
+            await asyncio.sleep(2.5)  # longer than it is held without a report
+            assert (await other.refusal(1)).status == 429
+            await one.killed()
+            await other.until_taken(1000)
 
 
 async def without_redis_keys_with_limits_are_refused(redis: TestedRedis) -> None:

@@ -20,7 +20,15 @@ from serve.config import KeyConfig, SharedConfig
 from serve.gateway.reload import reload_from
 from serve.http.status_page import problems_of
 from tests.serve.access.fake_redis import FakeRedis
-from tests.serve.access.shared_contract import CHECKS, Check, Replica, hurry, key, replicas
+from tests.serve.access.shared_contract import (
+    CHECKS,
+    Check,
+    Replica,
+    gateway,
+    hurry,
+    key,
+    replicas,
+)
 from tests.serve.clock import Clock
 from tests.serve.conftest import configured, serving, serving_gateway
 from tests.serve.upstreams import Scripted, whole
@@ -31,8 +39,11 @@ NOON = datetime(2027, 3, 1, 12, tzinfo=UTC).timestamp()
 
 @pytest.fixture
 async def redis(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeRedis]:
+    """By the test's own clock: neither a busy machine nor midnight ends what is held."""
     hurry(monkeypatch)
-    async with FakeRedis() as redis:
+    now = asyncio.get_running_loop().time
+    started = now()
+    async with FakeRedis(lambda: NOON + now() - started) as redis:
         yield redis
 
 
@@ -338,7 +349,7 @@ async def test_a_reload_forgets_nothing_that_was_spent(redis: FakeRedis, tmp_pat
 
 async def test_a_gateway_starts_without_redis_and_finds_it_later(redis: FakeRedis) -> None:
     await redis.stop()
-    limits = SharedLimits(SharedConfig(url=redis.url))
+    limits = gateway(redis)
     replica = Replica(limits, key(requests_per_minute=10))
     await limits.start()
     try:

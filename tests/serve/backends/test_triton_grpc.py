@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from serve.backends.triton_grpc import TritonBackend
 from serve.engine.request import Finished
 from tests.fake_servers import FakeTriton, running
 from tests.fakes import byte_tokenizer, fake_backend, opened
+from tests.ports import reserved_port
 from tests.serve.conftest import serving
 from tests.serve.openai_clients import asked, events_of, triton_to
 from tests.serve.waiting import until
@@ -257,10 +258,12 @@ async def failure_of(backend: TritonBackend, prompt: str, until: asyncio.Event) 
 
 
 async def test_a_server_that_comes_back_is_asked_again_within_two_seconds() -> None:
-    triton = FakeTriton()
-    async with running(triton):
-        port = int(triton.url.rpartition(":")[2])
-    async with started(triton) as backend:
+    async with AsyncExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        triton = FakeTriton()
+        await triton.start(port)
+        await triton.stop()
+        backend = await stack.enter_async_context(started(triton))
         for _ in range(5):  # gRPC waits longer after each failure
             assert not await backend.ready()
             await asyncio.sleep(0.1)

@@ -1,6 +1,7 @@
 """What clients get by default, of fake servers whose defaults are known."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Server(FakeOpenAI):
             return await super()._whole(wanted, body, named)
         if not self.silent and (body.get("logprobs") or 0) > self.most:
             raise RequestError(f"logprobs must be at most {self.most}", param="logprobs")
-        random = np.random.default_rng(len(self.requests))
+        # By what is asked, and not by when it arrives: several requests are sent at once.
+        random = np.random.default_rng(zlib.crc32(json.dumps(body, sort_keys=True).encode()))
         number = body.get("n", 1) if self.counts else 1
         choices = [self._choice(body, random) for _ in range(number)]
         prompt = len(body["prompt"].encode())

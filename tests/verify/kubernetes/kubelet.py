@@ -166,22 +166,26 @@ class Kubelet:
 
     @asynccontextmanager
     async def recorded(self, name: str) -> AsyncIterator[list[str]]:
-        """The condition's status at every event of the pod, from now on."""
+        """The condition's status at every event of the pod in the block."""
         seen: list[str] = []
+        version = (await self.get(name))["metadata"]["resourceVersion"]
 
         async def follow() -> None:
+            nonlocal version
             async with Pods(self.admin, self.namespace, LABELS) as pods:
-                _, version = await pods.list()
                 async for _, item in pods.watch(version):
                     if item["metadata"].get("name") == name:
+                        version = item["metadata"]["resourceVersion"]
                         conditions = item["status"].get("conditions", ())
                         seen.extend(c["status"] for c in conditions if c["type"] == CONDITION)
 
         task = asyncio.create_task(follow())
-        await asyncio.sleep(0.2)
         try:
             yield seen
+            async with asyncio.timeout(60):
+                while (await self.get(name))["metadata"]["resourceVersion"] != version:
+                    assert not task.done(), "the watch has ended"
+                    await asyncio.sleep(0.05)
         finally:
-            await asyncio.sleep(0.2)
             task.cancel()
             await asyncio.wait({task})

@@ -212,8 +212,7 @@ async def test_the_prover_survives_what_an_api_server_does(
         await kubernetes.bookmark()
         version = str(kubernetes._version)
         await kubernetes.stop()
-        await asyncio.sleep(0.3)
-        assert "the conditions stay as they are" in caplog.text and prover.problem
+        await until(lambda: "the conditions stay as they are" in caplog.text and prover.problem)
         await kubernetes.start(int(kubernetes.url.rpartition(":")[2]))
         await until(lambda: len(kubernetes.watches) >= watches + 3)
         assert kubernetes.watches[watches]["resourceVersion"] == version  # the bookmark's

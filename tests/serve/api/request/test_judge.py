@@ -31,7 +31,7 @@ async def test_a_pool_like_its_reference_is_within_the_limit() -> None:
         await ask(served, 70)
         found = entry(served)
     assert (found["ruling"], found["tokens"]) == ("within", 8 * found["answers"])
-    assert found["copies"].keys() <= {"judged", "busy"}  # an engine may just have one waiting
+    assert found["copies"] == {"judged": 70}
     assert found["kl"] == pytest.approx(0.0, abs=1e-6)
     assert found["kl_interval"][0] == 0.0 and found["kl_interval"][1] <= 0.1
     assert found["agreement"] == 1.0

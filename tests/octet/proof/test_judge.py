@@ -25,6 +25,7 @@ from tests.octet.proof.worlds import (
     NO_K_SCALE,
     NO_V_SCALE,
     SIZES,
+    TOLD,
     World,
     log_softmax,
     make_world,
@@ -174,6 +175,22 @@ def test_a_fault_that_answers_rubbish_is_named(garbled: Scenario) -> None:
         found = verdict(world, seed, world.server(garbled, seed))
         assert found.outcome == "worse"
         assert found.cause is not None and found.cause.name == "nibbles_swapped", found.reason
+
+
+@pytest.mark.parametrize(("showing", "cause"), [(4, "nibbles_swapped"), (2, "another_model")])
+def test_prompts_that_show_nothing_do_not_count_against_a_cause(
+    showing: int, cause: str, garbled: Scenario
+) -> None:
+    """After the others the fault gives the reference's tokens no probability, as rubbish may."""
+    for seed in range(2):
+        world = make_world(seed)
+        errors = world.errors[garbled] * 0.3
+        told = world.logits >= np.sort(world.logits)[..., [-TOLD]]
+        errors[showing:] = np.where(told, -60.0 - world.logits, errors)[showing:]
+        world = replace(world, errors={**world.errors, garbled: errors})
+        found = verdict(world, seed, world.server(garbled, seed))
+        assert found.outcome == "worse"
+        assert found.cause is not None and found.cause.name == cause, found.reason
 
 
 def test_a_fallback_is_refused_though_nobody_simulated_it() -> None:

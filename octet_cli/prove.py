@@ -60,7 +60,10 @@ def prove(
     ] = None,
     api_key_env: Annotated[
         str | None,
-        typer.Option("--api-key-env", help="The environment variable that holds their key."),
+        typer.Option(
+            "--api-key-env",
+            help="Environment variable with their key. All selected pods get it, over HTTP.",
+        ),
     ] = None,
     every: Annotated[
         float, typer.Option("--every", min=1.0, help="Least seconds between probes of a pod.")

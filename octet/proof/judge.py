@@ -39,6 +39,8 @@ __all__ = ["ALPHA", "BETA", "judge"]
 
 ALPHA = 1e-5  # of refusing a conforming server, over all interim analyses of a probe
 _EXPLAINED = math.log(4)
+_EXPLAINED_AT = 0.99  # confidence that answers are nearer to a cause than to no prediction
+_SHOWING = 3  # prompts that this takes at least: two may be alike by chance
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 
@@ -225,7 +227,8 @@ class _Judgement:
         if all_prompts and comparison.outliers(other).chance < self._level:
             return False
         nearer = fits or comparison.nearer(other, self._best) >= _EXPLAINED
-        return nearer and comparison.nearer(other, None) >= _EXPLAINED
+        z, prompts = comparison.nearer_than_nothing(other, _EXPLAINED)
+        return nearer and prompts >= _SHOWING and z > t_quantile(_EXPLAINED_AT, prompts - 1)
 
     def _doubt(self, expected: Range) -> str | None:
         """Returns why a server that is not refused is not yet as expected; None if it is."""

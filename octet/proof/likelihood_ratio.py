@@ -170,21 +170,28 @@ class Comparison:
         far = np.flatnonzero(logs >= min(logs[n] for n in prompts))
         return rank_tails(self.lengths, far.tolist())
 
-    def nearer(self, scenario: Scenario, than: Scenario | None) -> float:
+    def nearer(self, scenario: Scenario, than: Scenario) -> float:
         """Returns ln of the factor by which the answers are nearer to `scenario` than to `than`.
 
-        The factor is of squared distances; the ln is averaged over prompts. `than` None stands for
-        a model that gives the reference's likeliest tokens no probability.
+        The factor is of squared distances; the ln is averaged over prompts.
         """
         served = self.answers.served
-        mine = self.candidates[scenario].squared(served)
-        if than is not None:
-            other = self.candidates[than].squared(served)
-        else:
-            nothing = np.zeros_like(served)
-            nothing[..., -1] = 2.0 * self.answers.compared
-            other = distance(served, nothing)
+        mine, other = (self.candidates[h].squared(served) for h in (scenario, than))
         return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
+
+    def nearer_than_nothing(self, scenario: Scenario, margin: float) -> tuple[float, int]:
+        """Returns z of the same ln over a model that predicts nothing, above `margin`.
+
+        That model gives the reference's likeliest tokens no probability. Where neither the answers
+        nor the scenario give them any either, both distances are 0 and show nothing: only the other
+        prompts count, whose number is also returned.
+        """
+        served = self.answers.served
+        nothing = np.zeros_like(served)
+        nothing[..., -1] = 2.0 * self.answers.compared
+        mine, other = self.candidates[scenario].squared(served), distance(served, nothing)
+        shown = np.maximum(mine, other) > self.noise.least
+        return z_score(np.log(self._floored(other) / self._floored(mine))[shown], margin)
 
     def farther(self, scenario: Scenario, conforming: Scenario) -> bool:
         """Returns whether `scenario` is farther from the reference than `conforming` is."""

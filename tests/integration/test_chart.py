@@ -19,6 +19,7 @@ IMAGE = {"repository": "registry.example/octet"}
 CONFIG = {
     "models": {"llama": {"pool": {"backends": [{"type": "vllm", "url": "http://vllm:8000"}]}}}
 }
+KEY = {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "vllm", "key": "api-key"}}}
 PROVER = {"selector": {"tier": "a", "app": "vllm-fp8"}, "port": 8000, "artifact": "/artifacts/fp8"}
 ALL = {
     "image": IMAGE,
@@ -32,7 +33,8 @@ ALL = {
     "provers": {
         "fp8": PROVER
         | {
-            "options": ["--engine", "vllm-gpu", "--device", "h100"],
+            "options": ["--engine", "vllm-gpu", "--device", "h100", "--api-key-env", "KEY"],
+            "env": [KEY],
             "inferencePool": {"port": 8000, "endpointPicker": {"name": "epp", "port": 9002}},
             "autoscale": {
                 "deployment": "vllm-fp8",
@@ -128,6 +130,8 @@ def test_the_commands_and_the_configuration_are_octets(chart: dict[str, Any]) ->
         if name == "prove":
             assert context.params["selector"] in ("app=vllm-fp8,tier=a", "app=vllm-bf16")
             assert context.params["metrics"] == "0.0.0.0:9090"
+            if context.params["api_key_env"]:
+                assert pod["containers"][0]["env"] == [KEY]
     (config,) = (x for x in chart["objects"] if x["kind"] == "ConfigMap")
     GatewayConfig.model_validate(yaml.safe_load(config["data"]["gateway.yaml"]))
 

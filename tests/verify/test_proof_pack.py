@@ -136,9 +136,9 @@ def test_a_right_server_is_admitted(
 @pytest.mark.parametrize(
     ("recipe", "change", "cause"),
     [
-        # Random weights with swapped codes hardly ever predict what the original does. If the
-        # answers are too close to those of a model that never does, no cause is stated.
-        ("nvfp4", swap_nibbles, "another_model"),
+        # Random weights with swapped codes hardly ever predict what the original does: 3 of 24
+        # prompts show it, too few to exclude the other causes.
+        ("nvfp4", swap_nibbles, "undecided"),
         ("mxfp4", swap_nibbles, "nibbles_swapped"),
         ("nvfp4", lambda x: share_global_scales(x, max), "fused_scales_merged"),
         ("nvfp4", lambda x: share_global_scales(x, min), "fused_scales_smallest"),
@@ -162,6 +162,8 @@ def test_a_loaders_fault_is_refused_and_named(
     verdict = judged(proofs, served(model, wrong, proofs))
     assert verdict.outcome == "worse" and verdict.cause is not None
     assert verdict.cause.name == cause, verdict.reason
+    if change is swap_nibbles:
+        assert "codes are read in the wrong order" in verdict.reason
 
 
 def refused(original: Path, quantized: Path, samples: Path, tmp_path: Path) -> str:

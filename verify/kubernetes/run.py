@@ -14,6 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from serve.config import Health, Logs, PoolConfig
+from serve.config.backends import key_in
 from serve.gateway.collector import backend_metrics
 from serve.proof.golden_exam import GoldenExam
 from serve.run import bind
@@ -50,6 +51,7 @@ def prove_pods(options: Options) -> None:
     Raises OctetError if the artifact, the cluster or the credentials cannot be used at the start.
     """
     query = options.query
+    key_in(query.api_key_env)  # an unset variable is an error now, and not of each pod
     proof = query.proof(every_s=options.every_s, share=options.share)
     exam = GoldenExam.load(query.golden, proof)
     cluster = find_cluster(options.kubeconfig, options.context)

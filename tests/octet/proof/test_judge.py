@@ -1,11 +1,13 @@
 """Servers whose truth is known: honest ones are admitted, others refused and named."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
@@ -23,6 +25,7 @@ from tests.octet.proof.worlds import (
     NO_K_SCALE,
     NO_V_SCALE,
     SIZES,
+    TOLD,
     World,
     log_softmax,
     make_world,
@@ -33,8 +36,9 @@ FAULT_RECORDS = 24
 
 
 def verdict(
-    world: World, seed: int, responses: list[Response], known: tuple[Scenario, ...] = tuple(SIZES)
+    world: World, seed: int, responses: list[Response], known: tuple[Scenario, ...] | None = None
 ) -> Verdict:
+    known = tuple(SIZES) if known is None else known
     scenarios = world.scenarios(seed, known=known, fault_records=FAULT_RECORDS)
     declared = declared_paths(scenarios, RECIPE, "e5m2")
     return judge(world.golden, scenarios, declared, responses)
@@ -126,6 +130,67 @@ def test_a_fine_tuned_model_is_another_one() -> None:
     moved = log_softmax(world.logits + rng.normal(size=world.logits.shape) * 0.5)
     found = verdict(world, 0, world.responses(moved))
     assert found.cause is not None and found.cause.name == "another_model"
+
+
+@pytest.fixture
+def garbled(monkeypatch: pytest.MonkeyPatch) -> Scenario:
+    """A simulated fault that moves nearly all probability to tokens the reference never names.
+
+    Other models do so too: in 600 tokens they are nearer to it than to any conforming path.
+    """
+    fault = Scenario(path=HONEST.path, fault=Fault(kind="nibbles_swapped"))
+    monkeypatch.setitem(cast(dict[Scenario, tuple[float, float]], SIZES), fault, (6.0, 0.15))
+    monkeypatch.setattr("tests.octet.proof.worlds.TOKENS", 600)
+    return fault
+
+
+Logits = NDArray[np.float64]
+RUBBISH: dict[str, Callable[[Logits, np.random.Generator], Logits]] = {
+    "constant logits": lambda x, rng: np.zeros_like(x),
+    "one token": lambda x, rng: np.zeros_like(x) + 12.0 * (np.arange(x.shape[-1]) == 7),
+    "one distribution": lambda x, rng: np.zeros_like(x) + 3 * rng.normal(size=x.shape[-1]),
+    "noise": lambda x, rng: 3 * rng.normal(size=x.shape),
+    "sharp noise": lambda x, rng: 8 * rng.normal(size=x.shape),
+    "answers to other prompts": lambda x, rng: np.roll(x, 1, axis=0),
+    "logits divided by 10": lambda x, rng: x / 10,
+}
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_rubbish_is_not_taken_for_a_fault_that_answers_rubbish(
+    rubbish: str, garbled: Scenario
+) -> None:
+    for seed in range(2):
+        world = make_world(seed)
+        made = RUBBISH[rubbish](world.logits, np.random.default_rng([seed, 3]))
+        found = verdict(world, seed, world.responses(log_softmax(made)))
+        assert found.outcome == "worse"
+        assert found.cause is not None and found.cause.name == "another_model", found.reason
+        assert found.ranking[0].label == garbled.label  # it is the likeliest, and explains nothing
+
+
+def test_a_fault_that_answers_rubbish_is_named(garbled: Scenario) -> None:
+    for seed in range(2):
+        world = make_world(seed)
+        found = verdict(world, seed, world.server(garbled, seed))
+        assert found.outcome == "worse"
+        assert found.cause is not None and found.cause.name == "nibbles_swapped", found.reason
+
+
+@pytest.mark.parametrize(("showing", "cause"), [(4, "nibbles_swapped"), (2, "another_model")])
+def test_prompts_that_show_nothing_do_not_count_against_a_cause(
+    showing: int, cause: str, garbled: Scenario
+) -> None:
+    """After the others the fault gives the reference's tokens no probability, as rubbish may."""
+    for seed in range(2):
+        world = make_world(seed)
+        errors = world.errors[garbled] * 0.3
+        told = world.logits >= np.sort(world.logits)[..., [-TOLD]]
+        errors[showing:] = np.where(told, -60.0 - world.logits, errors)[showing:]
+        world = replace(world, errors={**world.errors, garbled: errors})
+        found = verdict(world, seed, world.server(garbled, seed))
+        assert found.outcome == "worse"
+        assert found.cause is not None and found.cause.name == cause, found.reason
 
 
 def test_a_fallback_is_refused_though_nobody_simulated_it() -> None:

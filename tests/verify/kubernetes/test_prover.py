@@ -1,6 +1,7 @@
 """Pods whose fake servers are proven through a fake API server."""
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ from verify.kubernetes.api import ApiError, Pods
 from verify.kubernetes.cluster import Cluster
 from verify.kubernetes.pod import Pod
 from verify.kubernetes.prover import PodProver, Watched
+from verify.kubernetes.run import Options, prove_pods
 from verify.server.connect import Query
 
 
@@ -107,6 +109,32 @@ async def test_a_wrong_server_never_gets_the_condition(
     assert "octet.dev/proven-server" not in pod["metadata"]["annotations"]
     assert "octet.dev/divergence" in pod["metadata"]["annotations"]
     assert "test/a is refused: " in caplog.text
+
+
+async def test_the_key_is_sent_to_the_selected_pods_alone_and_written_nowhere(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SERVERS_KEY", "sk-of-the-servers")
+    stage.settings = {"api_key_env": "SERVERS_KEY"}
+    caplog.set_level(logging.DEBUG)
+    async with running(served()) as server, running(served()) as other, stage.prover():
+        port = int(other.url.rpartition(":")[2])
+        await stage.kubelet.create("other", port=port, labels="app=other")
+        await stage.kubelet.run("other")
+        await stage.pod("a", server)
+        pod = await stage.kubelet.until("a", "True")
+    assert {x["authorization"] for x in server.headers} == {"Bearer sk-of-the-servers"}
+    assert other.headers == []
+    assert "sk-of-the-servers" not in json.dumps(pod) + caplog.text
+
+
+def test_a_key_that_is_not_set_is_an_error_at_the_start(
+    proofs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SERVERS_KEY", raising=False)
+    query = Query(url="", golden=proofs, api_key_env="SERVERS_KEY")
+    with pytest.raises(ConfigError, match="the environment variable SERVERS_KEY is not set"):
+        prove_pods(Options(query, LABELS))
 
 
 async def test_a_restarted_container_loses_the_condition_until_it_is_proven(stage: Stage) -> None:

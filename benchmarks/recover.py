@@ -1,10 +1,10 @@
 """Compares `octet recover` with GPTQ and AWQ: divergence of the embedded engine on held-out text.
 
 For each recipe, the model is calibrated as it is, with ModelOpt's GPTQ and AWQ, and recovered from
-the first; all are exported to ONNX, and `octet evaluate` measures what Octet's own engine then
-answers. `more` is the divergence of a row minus that of the recovered one, paired by sample, with
-its 95 % interval. Seconds and peak memory are of the whole command that made the
-calibration, predictions left out.
+the first, with the whole model in memory and layer by layer; all are exported to ONNX, and `octet
+evaluate` measures what Octet's own engine then answers. `more` is the divergence of a row minus
+that of the recovered one, paired by sample, with its 95 % interval. Seconds and peak memory are of
+the whole command that made the calibration, predictions left out.
 
     python benchmarks/recover.py --modelopt .integration/modelopt/bin/python --output FILE
 """
@@ -16,11 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from card import conditions, report
 
+OCTET = ("-m", "octet")
+# The command trains layer by layer only if the whole model does not fit in memory.
+LAYER_BY_LAYER = """
+import calibrate.recover
+from octet_cli.main import main
+calibrate.recover._method = lambda job, training: "layer by layer"
+main()
+"""
 EXAMPLE = Path(__file__).parent.parent / "examples" / "python-lm"
 
 
@@ -58,8 +67,10 @@ def measured(recipe: str, where: Path, options: argparse.Namespace) -> list[dict
     for algorithm in ("gptq", "awq") if options.modelopt else ():
         more = ["--algorithm", algorithm, "-o", where / algorithm]
         costs[algorithm] = run(*calibrate, *more, python=options.modelopt)
-    train = ["recover", plain, *samples, *options.recover.split(), "-o", recovered]
-    costs = {"recovered": run(*train), **costs}
+    train = ["recover", plain, *samples, *options.recover.split(), "-o"]
+    whole = run(*train, recovered)
+    layers = run(*train, where / "layer by layer", start=("-c", LAYER_BY_LAYER))
+    costs = {"recovered": whole, "layer by layer": layers, **costs}
     for name in costs:
         run("export", "onnx", where / name, "--gate", "off", "-o", where / f"{name}-onnx")
     targets = [where / f"{name}-onnx" for name in costs]
@@ -91,10 +102,12 @@ def row(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(*arguments: object, python: str = sys.executable) -> dict[str, float]:
+def run(
+    *arguments: object, python: str = sys.executable, start: Sequence[str] = OCTET
+) -> dict[str, float]:
     """Runs a command of Octet; returns its seconds and its peak memory in GB."""
     started = time.perf_counter()
-    process = subprocess.Popen([python, "-m", "octet", *map(str, arguments)])
+    process = subprocess.Popen([python, *start, *map(str, arguments)])
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{arguments[0]} ended with {os.waitstatus_to_exitcode(status)}")

@@ -1,7 +1,7 @@
 """The options of a calibration, and the checks that need no library: the first to fail, at once."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ __all__ = [
     "validate_rescale",
 ]
 
-Trainable = Literal["weights", "norms"]
+Trainable = Literal["weights", "norms", "scales"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,14 @@ class Training:
     calibration: Path
     train: tuple[Trainable, ...] = ("weights", "norms")
     epochs: int = 6  # passes over the samples
-    learning_rate: float = 1.5e-5  # of Adam, at its highest
+    learning_rate: float | None = None  # of Adam, at its highest; default: `rate`
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; of weight scales, relative to the scale."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 5e-3 if "scales" in self.train else 1.5e-5
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -48,7 +55,7 @@ class Training:
         return {
             "train": list(self.train),
             "epochs": self.epochs,
-            "learning_rate": self.learning_rate,
+            "learning_rate": self.rate,
         }
 
     @property
@@ -147,6 +154,8 @@ def validate(options: Options) -> Checkpoint:
             f"{options.model}: recover does not train models with {what}; calibrate with"
             " --algorithm gptq, or with --budget"
         )
+    if options.training is not None and "scales" in options.training.train:
+        _check_scales(options.recipe, names)
     if options.budget is not None and options.algorithm == "gptq":
         raise ConfigError(
             "gptq moves weights onto the scales of one recipe, which --budget would change: give"
@@ -155,6 +164,17 @@ def validate(options: Options) -> Checkpoint:
     check_tokenizer_files(checkpoint)
     options.check()
     return checkpoint
+
+
+def _check_scales(recipe: Recipe, linears: Sequence[str]) -> None:
+    """Raises ConfigError if weight scales are powers of two, which gradients cannot train."""
+    for linear in linears:
+        schemes = recipe.scheme_of(linear)
+        if schemes is not None and schemes[0].scale_format == "e8m0":
+            raise ConfigError(
+                f"--train scales: recipe {recipe.name} stores the scales of {linear} as powers of"
+                " two, which cannot move in small steps; give --train weights"
+            )
 
 
 def validate_rescale(

@@ -60,7 +60,7 @@ _WHOLE, _LAYERS = "whole model", "layer by layer"
 
 
 def recover(job: Job, training: Training, steps: Steps) -> Changed:
-    """Trains the weights of `training.calibration`, and returns them on the grid of its scales.
+    """Trains what `training` names, and returns the weights on the grid of their scales.
 
     Trains the whole model if it fits in memory, else one layer after the other. The ranks of the
     job's group share the batches. Raises GateError if the divergence on held-out text is not lower
@@ -94,9 +94,10 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
         job.console.print(f"held-out divergence: {divergence_text(result)}", highlight=False)
     group.agree(None if less.low > 0 else _no_better(job, _mean(before), _mean(after)))
     suffixes = (".weight_scale", ".weight_global_scale")
+    grid = {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}
     return Changed(
         {name: _pending(start, name) for name in start.changed} | dict(trained.tensors),
-        {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)},
+        {**grid, **trained.scales},
         {
             **training.settings,
             "calibration": origin.manifest.identity,
@@ -154,24 +155,25 @@ def _train_whole(
         teacher = Reference(model, spec, mine, advance=advance)
     reference = Reference(model, spec, judged)
 
-    def measured() -> Sums | None:
+    def measured(scales: Scales) -> Sums | None:
         with simulate(model, spec, recipe, scales):
             return reference.tally().sums() if judged else None
 
     apply_changes(model, start)
-    before = group.attempt(measured)
+    before = group.attempt(partial(measured, scales))
     steps = math.ceil(len(job.inputs.plan.batches) / group.world)  # of an epoch
     with closing(Student(model, spec, recipe, scales, training.train)) as student:
         losses = _train(student, teacher, training, steps, kept, job)
         with torch.no_grad():
-            served = student.served()
+            served, moved = student.served(), student.scales()
     tensors = {}
     for name, value in served.items():
         dtype = job.checkpoint.dtype(name)
         tensors[name] = in_stored_dtype(value.detach().cpu().numpy(), dtype)
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.from_numpy(tensors[name].float32()))
-    return Trained(tensors, before, group.attempt(measured), _by_epoch(losses, steps), len(losses))
+    after = group.attempt(partial(measured, {**scales, **moved}))
+    return Trained(tensors, moved, before, after, _by_epoch(losses, steps), len(losses))
 
 
 def _by_epoch(losses: Sequence[float], batches: int) -> list[float]:
@@ -195,10 +197,12 @@ def _method(job: Job, training: Training) -> str:
     tokens = max(batch.token_ids.numel() for batch in job.inputs.plan.batches)
     activations = tokens * (12 * spec.hidden_size + 6 * spec.intermediate_size)
     text = math.ceil(job.inputs.plan.tokens / group.world) * spec.hidden_size
-    trains = "weights" in training.train
-    whole = model + (5 if trains else 1) * sum(linears) + activations * spec.layers + text
+    # Of a weight: its rounded value, and if it is trained itself, its gradient, two moments and a
+    # copy. Where scales are trained: the derivative by the scale, and a third of that in moments.
+    values = 1 + 4 * ("weights" in training.train) + 2 * ("scales" in training.train)
+    whole = model + values * sum(linears) + activations * spec.layers + text
     # The teacher's layer, the student's, and what is computed from one weight at a time.
-    layer = (8 if trains else 4) * max(linears) + activations
+    layer = (3 + values) * max(linears) + activations
     if job.options.spill is None and job.device.type == "cpu":
         held_out = min(_HELD_OUT, sum(batch.tokens for batch in job.inputs.evaluation))
         layer += 2 * text + 3 * held_out * spec.hidden_size
@@ -231,7 +235,7 @@ def _train(
     batches, group, total = teacher.batches, job.group, training.epochs * steps
     losses: list[float] = json.loads(group.on_first(partial(_losses, kept)))
     parameters = list(student.trained.values())
-    descent = Descent(parameters, training.learning_rate, total, group, done=len(losses))
+    descent = Descent(parameters, training.rate, total, group, done=len(losses))
     if losses:
         group.attempt(partial(_load, student, descent.optimizer, len(losses), kept))
     tokens = training.epochs * sum(batch.tokens for batch in batches)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -58,12 +59,13 @@ _LEAST = 1e-12  # mean square of a hidden state, in the loss
 class Trained:
     """Trained tensors as they are stored, by name, and how often the optimizer took a step.
 
-    `before` and `after` compare the student with the unquantized model on this rank's held-out
-    text; None if it has none. `loss` is the mean of each epoch, for a training by layers of each
-    layer's.
+    `scales` are the weight scales that were trained, by their names in a calibration. `before` and
+    `after` compare the student with the unquantized model on this rank's held-out text; None if it
+    has none. `loss` is the mean of each epoch, for a training by layers of each layer's.
     """
 
     tensors: Mapping[str, StoredTensor | PendingTensor]
+    scales: Scales
     before: Sums | None
     after: Sums | None
     loss: list[Any]
@@ -143,6 +145,7 @@ class _Training:
 
     def run(self) -> Trained:
         tensors: dict[str, StoredTensor | PendingTensor] = {}
+        scales: dict[str, NDArray[np.float32]] = {}
         losses: list[list[float]] = []
         passes = self._training.epochs + 1
         total = self._spec.layers * passes * sum(batch.tokens for batch in self._input.batches)
@@ -150,8 +153,9 @@ class _Training:
             sweeps = (self._teacher.sweep(), self._student.sweep())
             for (index, _), (_, layer) in zip(*sweeps, strict=True):
                 layer.float()  # a GPU holds it as it is stored
-                found, shapes = self._layer(index, advance)
+                found, shapes, moved = self._layer(index, advance)
                 losses.append(found)
+                scales |= moved
                 for name, shape in shapes.items():
                     read = partial(self._codes, index, name)
                     tensors[name] = PendingTensor(self._start.dtype(name), shape, read)
@@ -159,14 +163,15 @@ class _Training:
             lambda: (self._sums(self._before), self._sums(self._after))
         )
         steps = self._spec.layers * self._training.epochs * self._steps
-        return Trained(tensors, before, after, losses, steps)
+        return Trained(tensors, scales, before, after, losses, steps)
 
     def _layer(
         self, index: int, advance: Callable[[int], None]
-    ) -> tuple[list[float], dict[str, tuple[int, ...]]]:
+    ) -> tuple[list[float], dict[str, tuple[int, ...]], dict[str, NDArray[np.float32]]]:
         """Trains a layer if the journal does not hold it, and moves all hidden states behind it.
 
-        Returns the mean loss of each epoch, and the shapes of its trained tensors by name.
+        Returns the mean loss of each epoch, the shapes of its trained tensors, and its trained
+        scales, both by name.
         """
         tokens = sum(batch.tokens for batch in self._input.batches)
         self._through(partial(self._teacher.forward, cache=None), self._target, self._reference)
@@ -181,17 +186,21 @@ class _Training:
                 losses = self._train(student, index, advance)
                 with torch.no_grad():
                     served = student.served()
+                scales = student.scales()
                 stored = {name: self._as_stored(name, x) for name, x in served.items()}
-                codes = {name: x.codes for name, x in stored.items()}
+                arrays = scales | {name: x.codes for name, x in stored.items()}
                 text = json.dumps(losses)
                 self._group.on_first(
-                    partial(self._kept.keep, _name(index), text=text, arrays=codes)
+                    partial(self._kept.keep, _name(index), text=text, arrays=arrays)
                 )
             else:
                 losses = json.loads(text)
+                arrays = self._group.attempt(partial(self._load, index))
+                scales = {name: np.array(arrays[name]) for name in student.scales()}
                 stored = {
                     name: StoredTensor(self._start.dtype(name), codes)
-                    for name, codes in self._group.attempt(partial(self._load, index)).items()
+                    for name, codes in arrays.items()
+                    if name not in scales
                 }
                 advance(self._training.epochs * tokens)
             values = {
@@ -202,13 +211,13 @@ class _Training:
             following = [self._after] if last else [self._after, self._input]
             self._through(self._with(lambda: values), *following)
         advance(tokens)
-        return losses, {name: x.shape for name, x in stored.items()}
+        return losses, {name: x.shape for name, x in stored.items()}, scales
 
     def _train(self, student: Student, index: int, advance: Callable[[int], None]) -> list[float]:
         batches, epochs = self._input.batches, self._training.epochs
         descent = Descent(
             list(student.trained.values()),
-            self._training.learning_rate,
+            self._training.rate,
             epochs * self._steps,
             self._group,
             where=f" of layer {index}",

@@ -187,13 +187,18 @@ def recover(
         typer.Option(help="Samples that decide whether it helped, and for golden records."),
     ] = None,
     train: Annotated[
-        Literal["all", "weights", "norms"],
-        typer.Option(help="Train the quantized weights, the norms, or all of these."),
+        Literal["all", "weights", "norms", "scales"],
+        typer.Option(
+            help="Train the quantized weights, the norms, both (all), or the weights' scales."
+        ),
     ] = "all",
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 6,
     learning_rate: Annotated[
-        float, typer.Option(min=1e-8, max=1.0, help="Of Adam, at its highest.")
-    ] = 1.5e-5,
+        float | None,
+        typer.Option(
+            min=1e-8, max=1.0, help="Of Adam, at its highest (default: 1.5e-5; 0.005 for scales)."
+        ),
+    ] = None,
     count: Count = 256,
     model: ModelOption = None,
     text_field: TextField = "text",

@@ -4,28 +4,36 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call
 
-from calibrate.decoder.rounding import fake_quantize
+from calibrate.decoder.rounding import fake_quantize, fake_quantize_learned, round_to
 from calibrate.samples.batches import Batch
 from calibrate.simulate.cache import CacheRounding, round_attention
-from calibrate.simulate.model import module_schemes, round_inputs
+from calibrate.simulate.model import Schemes, module_schemes, round_inputs
 from calibrate.simulate.scales import DeviceScales, Scales
 from octet.model.spec import ModelSpec
+from octet.numerics.formats import E4M3
+from octet.numerics.microscaling import LEAST_E4M3
 from octet.recipe import Recipe
 
 __all__ = ["Student"]
+
+_SCALE = ".weight_scale"
 
 
 class Student:
     """The float32 transformers `model`, rounded as `recipe` is served with `scales`.
 
     `trained` holds the parameters that gradients reach, by name: copies of the quantized linears'
-    weights [N, K] with "weights" in `train`, and of the norms' [H] with "norms". The model's own
-    parameters stay as they are. Activations and cache are rounded until `close`. If only some
-    `layers` have weights in memory, only these are rounded and trained.
+    weights [N, K] with "weights" in `train`, and of the norms' [H] with "norms". With "scales" it
+    holds x of each weight scale s, which becomes s · exp(x): scales stay positive, and all move at
+    the same relative rate. Global scales stay. The model's own parameters stay as they are.
+    Activations and cache are rounded until `close`. If only some `layers` have weights in memory,
+    only these are rounded and trained.
     """
 
     def __init__(
@@ -50,6 +58,13 @@ class Student:
         self.trained = {
             name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
         }
+        self._moves: dict[str, Tensor] = {}  # of scales, by linear
+        if "scales" in train:
+            for owner, linears in _sharing(spec, self._schemes).items():
+                name = f"{owner}{_SCALE}"
+                move = torch.zeros_like(self._scales.need(name)).requires_grad_()
+                self.trained[name] = move
+                self._moves |= dict.fromkeys(linears, move)
         self._rounding = ExitStack()
         for index in layers:
             prefix = spec.layer(index)
@@ -64,17 +79,31 @@ class Student:
 
     def served(self) -> dict[str, Tensor]:
         """Returns the trained parameters and all quantized weights, rounded as they are stored."""
-        rounded = {}
+        served = {name: x for name, x in self.trained.items() if not name.endswith(_SCALE)}
         for linear, (scheme, _) in self._schemes.items():
             name = f"{linear}.weight"
             weight = self.trained.get(name)
-            rounded[name] = fake_quantize(
-                self._model.get_parameter(name) if weight is None else weight,
-                scheme,
-                self._scales.need(f"{linear}.weight_scale"),
-                self._scales.get(f"{linear}.weight_global_scale"),
-            )
-        return self.trained | rounded
+            weight = self._model.get_parameter(name) if weight is None else weight
+            second = self._scales.get(f"{linear}.weight_global_scale")
+            quantize = fake_quantize_learned if linear in self._moves else fake_quantize
+            served[name] = quantize(weight, scheme, self._scale(linear), second)
+        return served
+
+    def scales(self) -> dict[str, NDArray[np.float32]]:
+        """Returns the trained scales as they are stored, under their names in a calibration."""
+        with torch.no_grad():
+            return {f"{x}{_SCALE}": self._scale(x).cpu().numpy() for x in self._moves}
+
+    def _scale(self, linear: str) -> Tensor:
+        scale = self._scales.need(f"{linear}{_SCALE}")
+        if linear not in self._moves:
+            return scale
+        moved = scale * self._moves[linear].exp()
+        if not self._schemes[linear][0].two_level:
+            return moved.clamp(min=torch.finfo(torch.float32).tiny)
+        with torch.no_grad():
+            stored = round_to(moved.clamp(min=LEAST_E4M3), E4M3)
+        return stored + (moved - moved.detach())  # adds 0
 
     def states(self, batch: Batch) -> Tensor:
         """Computes the last hidden states [B, T, H] of `batch`, with gradients."""
@@ -90,6 +119,20 @@ class Student:
     def close(self) -> None:
         """Stops rounding activations and cache: the model computes as before."""
         self._rounding.close()
+
+
+def _sharing(spec: ModelSpec, schemes: Schemes) -> dict[str, list[str]]:
+    """Groups the quantized linears that share a scale, by the first: with one for a whole weight.
+
+    Engines fuse linears that read the same input, and have one scale for all of them.
+    """
+    groups: dict[Any, list[str]] = {}
+    for linear in spec.linears():
+        if linear.name in schemes:
+            weights = schemes[linear.name][0]
+            key = (linear.input, weights) if weights.granularity == "tensor" else linear.name
+            groups.setdefault(key, []).append(linear.name)
+    return {linears[0]: linears for linears in groups.values()}
 
 
 def _norms(model: Any) -> list[str]:

@@ -81,6 +81,34 @@ def fake_quantize(
     return rounded[..., :columns].to(x.dtype)
 
 
+def fake_quantize_learned(
+    x: Tensor, scheme: TensorScheme, scale: Tensor, global_scale: Tensor | None = None
+) -> Tensor:
+    """Does what `fake_quantize` does, with gradients of `scale` too, by LSQ's formula.
+
+    The gradient of a rounded value by its scale is code - x / scale, or for a value that saturates
+    the code (Esser et al., "Learned Step Size Quantization", arXiv 1902.08153).
+    """
+    rounded = fake_quantize(x, scheme, scale.detach(), global_scale)
+    if not torch.is_grad_enabled():
+        return rounded
+    each = _per_element(scale, scheme, x.shape)
+    with torch.no_grad():
+        real = each if global_scale is None else each * global_scale
+        inside = x.abs() <= FORMATS[scheme.format].max * real
+        slope = (rounded - x.where(inside, 0.0)) / each
+    return rounded + slope * (each - each.detach())  # adds 0
+
+
+def _per_element(scale: Tensor, scheme: TensorScheme, shape: torch.Size) -> Tensor:
+    """Repeats the scales of groups or blocks until there is one for each element [N, K]."""
+    if scheme.group_size is None:
+        return scale
+    if scheme.granularity == "block":
+        scale = scale.repeat_interleave(scheme.group_size, 0)[: shape[0]]
+    return scale.repeat_interleave(scheme.group_size, 1)[:, : shape[1]]
+
+
 @_straight_through
 def round_cache(
     x: Tensor,

@@ -6,22 +6,28 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
 
 from calibrate import recover, recover_layers
+from calibrate.algorithms.student import Student
+from calibrate.decoder.loading import apply_changes, load_model
 from calibrate.decoder.rounding import fake_quantize
-from calibrate.options import Options, Training, validate
+from calibrate.options import Options, Trainable, Training, validate
 from calibrate.pipeline import run
+from calibrate.quality.divergence import Reference, evaluation_batches
 from calibrate.quality.gate import Gate
 from calibrate.samples.batches import Batch
-from calibrate.simulate.model import module_schemes
+from calibrate.samples.inputs import read_inputs
+from calibrate.simulate.model import module_schemes, simulate
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.errors import (
     ArtifactError,
@@ -32,6 +38,7 @@ from octet.errors import (
     UnsupportedError,
 )
 from octet.model.checkpoint import Checkpoint
+from octet.numerics import formats
 from octet.recipe import Recipe
 from octet.storage.tensors import TensorFile
 from tests.command import octet
@@ -80,14 +87,28 @@ def options(tiny_model: Path, example_samples: Path, origin: Path, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def recovered(
-    origin: Path, tiny_model: Path, example_samples: Path, tmp_path_factory: pytest.TempPathFactory
+    origin: Path, example_samples: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """The same as the command writes it."""
-    out = tmp_path_factory.mktemp("recovered") / "recovered"
+    directory = tmp_path_factory.mktemp("recovered")
+    return by_command("all", 3e-4, origin, example_samples, directory)
+
+
+@pytest.fixture(scope="module")
+def with_scales(
+    origin: Path, example_samples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same with trained scales, and weights as they were."""
+    directory = tmp_path_factory.mktemp("scales")
+    return by_command("scales", 5e-3, origin, example_samples, directory)
+
+
+def by_command(train: str, rate: float, origin: Path, samples: Path, directory: Path) -> Path:
+    out = directory / "recovered"
     printed = succeed(
-        *("recover", origin, "--samples", example_samples / "calibration.jsonl"),
-        *("--held-out", example_samples / "heldout.jsonl", "--count", 128, "--max-length", 32),
-        *("--epochs", 2, "--learning-rate", 3e-4, "--no-predict", "-o", out),
+        *("recover", origin, "--samples", samples / "calibration.jsonl", "--train", train),
+        *("--held-out", samples / "heldout.jsonl", "--count", 128, "--max-length", 32),
+        *("--epochs", 2, "--learning-rate", rate, "--no-predict", "-o", out),
     )
     out.with_name("printed.txt").write_text(printed, "utf-8")
     return out
@@ -162,7 +183,11 @@ def test_the_report_names_no_option_that_the_command_lacks(recovered: Path) -> N
     assert "--sensitivity" not in recovered.with_name("printed.txt").read_text("utf-8")
 
 
-def test_every_export_reads_back_as_calibrated(recovered: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fixture", ["recovered", "with_scales"])
+def test_every_export_reads_back_as_calibrated(
+    fixture: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    recovered = request.getfixturevalue(fixture)
     succeed("export", "checkpoint", recovered, "--gate", "off", "-o", tmp_path / "checkpoint")
     succeed("verify", tmp_path / "checkpoint", "--calibration", recovered)
     succeed("export", "onnx", recovered, "--gate", "off", "-o", tmp_path / "onnx")
@@ -180,10 +205,26 @@ def test_its_weights_are_for_one_recipe(recovered: Path, tmp_path: Path) -> None
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("at", [0, 20])
+@pytest.mark.parametrize(
+    ("at", "fixture", "train", "rate"),
+    [
+        (0, "recovered", ("weights", "norms"), 3e-4),
+        (20, "recovered", ("weights", "norms"), 3e-4),
+        (20, "with_scales", ("scales",), 5e-3),
+    ],
+)
 def test_a_killed_run_continues_to_the_same_bytes(
-    at: int, recovered: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+    at: int,
+    fixture: str,
+    train: tuple[Trainable, ...],
+    rate: float,
+    request: pytest.FixtureRequest,
+    options: Options,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    recovered = request.getfixturevalue(fixture)
+    training = replace(training_of(options), train=train, learning_rate=rate)
+    options = replace(options, training=training)
     monkeypatch.setattr(recover, "_KEPT_S", -1.0)
     steps: list[float] = []
     real = recover.backward
@@ -209,6 +250,61 @@ def test_a_killed_run_continues_to_the_same_bytes(
     assert len(steps) + len(rest) == 2 * 16  # batches in two epochs: none is repeated
     for name in (WEIGHTS_FILE, "scales.safetensors", "histograms.safetensors"):
         assert (options.out / name).read_bytes() == (recovered / name).read_bytes()
+
+
+def test_only_scales_are_trained(
+    with_scales: Path, origin: Path, options: Options, tiny_model: Path
+) -> None:
+    """The weights are rounded to the trained scales, and answer as the training predicts."""
+    original, calibration = Checkpoint.open(tiny_model), Calibration.load(with_scales)
+    trained, before = calibration.applied_to(original), Calibration.load(origin).scales
+    schemes = module_schemes(original.spec, calibration.manifest.recipe)
+    for linear, (scheme, _) in schemes.items():
+        scale = calibration.scales[f"{linear}.weight_scale"]
+        assert (scale != before[f"{linear}.weight_scale"]).any()
+        assert np.array_equal(scale, formats.round_to(scale, formats.E4M3)) and scale.min() > 0
+        second = calibration.scales[f"{linear}.weight_global_scale"]
+        assert second == before[f"{linear}.weight_global_scale"]
+        weight = torch.from_numpy(original.read(f"{linear}.weight").float32())
+        rounded = fake_quantize(weight, scheme, torch.from_numpy(scale), torch.from_numpy(second))
+        after = torch.from_numpy(trained.read(f"{linear}.weight").float32())
+        assert torch.equal(rounded.bfloat16().float(), after)
+    held_out = calibration.manifest.details["algorithm"]["held_out"]
+    assert held_out["less"]["low"] > 0
+
+    batches = evaluation_batches(read_inputs(original, options).evaluation, 16_384)
+    model = load_model(original, "float32")
+    reference = Reference(model, original.spec, batches)
+    apply_changes(model, trained)
+    # Judged with the activations' scales of before; those of the result are of its own activations.
+    own = {name: x for name, x in calibration.scales.items() if name.endswith(".weight_scale")}
+    with simulate(model, original.spec, calibration.manifest.recipe, before | own):
+        assert reference.compare().kl == pytest.approx(held_out["after"], rel=1e-5)
+
+
+def test_fused_linears_keep_one_trained_scale(
+    origin: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Of a recipe with one scale for a whole weight."""
+    succeed("rescale", origin, "--recipe", "fp8-static", "--no-predict", "-o", tmp_path / "static")
+    calibration, original = Calibration.load(tmp_path / "static"), Checkpoint.open(tiny_model)
+    model = load_model(original, "float32")
+    recipe = calibration.manifest.recipe
+    with closing(Student(model, original.spec, recipe, calibration.scales, ("scales",))) as student:
+        for name, move in student.trained.items():
+            with torch.no_grad():
+                move += 0.001 * (1 + len(name))
+        moved = student.scales()
+    assert moved.keys() == {f"{x}.weight_scale" for x in original.spec.linear_names}
+    q, k, v, o = (moved[f"model.layers.0.self_attn.{x}_proj.weight_scale"] for x in "qkvo")
+    assert q == k == v != o
+    assert q != calibration.scales["model.layers.0.self_attn.q_proj.weight_scale"]
+
+
+def test_scales_that_are_powers_of_two_are_not_trained(options: Options) -> None:
+    training = replace(training_of(options), train=("scales",))
+    with pytest.raises(ConfigError, match=r"recipe mxfp4 stores the scales of .* powers of two"):
+        validate(replace(options, recipe=Recipe.load("mxfp4"), training=training))
 
 
 def test_only_norms_are_trained(options: Options, tiny_model: Path) -> None:
@@ -260,7 +356,10 @@ def test_a_loss_that_is_not_finite(options: Options, monkeypatch: pytest.MonkeyP
     assert not options.out.exists()
 
 
+@pytest.mark.parametrize(("train", "rate"), [(("weights", "norms"), 3e-4), (("scales",), 5e-3)])
 def test_a_model_that_does_not_fit_is_trained_layer_by_layer(
+    train: tuple[Trainable, ...],
+    rate: float,
     recovered: Path,
     options: Options,
     tiny_model: Path,
@@ -270,6 +369,8 @@ def test_a_model_that_does_not_fit_is_trained_layer_by_layer(
 ) -> None:
     """The whole takes 49 MB, a layer 25 with hidden states in files."""
     options = replace(options, spill=tmp_path / "spill")
+    training = replace(training_of(options), train=train, learning_rate=rate)
+    options = replace(options, training=training)
     monkeypatch.setattr(recover, "free_memory", lambda _device: 40_000_000)
     calibration = run(options, console=Console())
     assert calibration is not None
@@ -282,7 +383,8 @@ def test_a_model_that_does_not_fit_is_trained_layer_by_layer(
     # Without the whole model in memory, held-out divergence is measured all the same.
     whole = Calibration.load(recovered).manifest.details["algorithm"]["held_out"]
     assert held_out["before"] == pytest.approx(whole["before"], rel=1e-4)
-    on_the_grid(calibration, tiny_model)
+    if "weights" in train:
+        on_the_grid(calibration, tiny_model)
 
     calls = 0
     real = recover_layers.backward

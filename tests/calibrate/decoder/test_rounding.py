@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from calibrate.decoder.rounding import fake_quantize, round_cache, round_to
+from calibrate.decoder.rounding import fake_quantize, fake_quantize_learned, round_cache, round_to
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.formats import FORMATS, Format
 from octet.numerics.scaling import Granularity
@@ -190,6 +190,44 @@ def test_bytes_of_one_format_are_read_as_the_other(written: Any, read: str) -> N
     theirs = formats.decode(codes, FORMATS[read]) * scale
     np.testing.assert_array_equal(ours.numpy(), theirs)
     assert np.isnan(theirs).any() == (written == "e4m3")
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-static", "fp8-block", "nvfp4"])
+def test_a_scale_has_the_gradient_of_learned_step_sizes(name: str) -> None:
+    """A value's derivative by its scale is code - x / scale, and that code where it saturates."""
+    scheme, shape = PRESETS[name].weights, (130, 300)
+    granularity = Granularity.of(scheme.granularity, scheme.group_size)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, requires_grad=True)
+    drawn = 0.5 + torch.rand(granularity.scale_shape(shape), generator=generator)
+    second = torch.tensor(0.75) if scheme.two_level else None
+    most = FORMATS[scheme.format].max
+    scale = (drawn * (2.5 / most)).requires_grad_()  # some values saturate
+    weights = torch.randn(shape, generator=generator)
+    rounded = fake_quantize_learned(x, scheme, scale, second)
+    plain = fake_quantize(x.detach(), scheme, scale.detach(), second)
+    assert torch.equal(rounded.detach(), plain)
+    torch.autograd.backward((rounded * weights).sum())
+    assert x.grad is not None and torch.equal(x.grad, weights)
+
+    copy = scale.detach().clone().requires_grad_()
+    each = by_element(copy, granularity, shape)
+    real = each.detach() * (1.0 if second is None else second)
+    saturated = x.detach().abs() > most * real
+    assert saturated.any() and not saturated.all()
+    error = plain - torch.where(saturated, 0.0, x.detach())
+    torch.autograd.backward((each * (error / each.detach()) * weights).sum())
+    assert scale.grad is not None and copy.grad is not None
+    torch.testing.assert_close(scale.grad, copy.grad, rtol=1e-4, atol=1e-3)
+
+
+def by_element(scale: torch.Tensor, granularity: Granularity, shape: tuple[int, int]) -> Any:
+    """Returns the scale of each element; sums a gradient over tiles."""
+    if granularity.columns is None:
+        return scale.expand(shape)
+    assert granularity.rows is not None
+    rows, columns = (torch.arange(length) for length in shape)
+    return scale[rows[:, None] // granularity.rows, columns // granularity.columns]
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8-static", "nvfp4", "mxfp4"])

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -20,6 +19,7 @@ from calibrate.decoder.experts import assemble
 from calibrate.decoder.loading import Stored, empty_like_stored, to_torch
 from octet.errors import ConfigError
 from octet.hardware.cores import usable_cores
+from octet.hardware.memory import available_memory
 from octet.model.checkpoint import Checkpoint
 from octet.storage.tensors import Tensor
 
@@ -40,11 +40,9 @@ _Copied: TypeAlias = tuple[str, torch.Tensor, torch.cuda.Event]
 
 
 def free_memory(device: torch.device) -> int:
-    """Returns how many bytes of a GPU, or of the machine, this process can still allocate."""
+    """Returns how many bytes of a GPU, or of main memory, this process can still allocate."""
     if device.type != "cuda":
-        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-        found = dict(line.split(":", 1) for line in lines)
-        return int(found["MemAvailable"].split()[0]) << 10
+        return available_memory()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

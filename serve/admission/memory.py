@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Memory", "cgroup_limit"]
+from octet.hardware.memory import memory_limit
+
+__all__ = ["Memory"]
 
 READ_EVERY_S = 0.25
 READ_EVERY_BYTES = 1024 * 1024  # of bodies that arrive
 DECODED = 2  # times a body's size: its text, and what is decoded from it
 PART_OF_CGROUP = 0.8
-# Version 1 writes "no limit" as the largest multiple of a page, more than any machine has.
-NO_LIMIT = 1 << 60
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Memory:
         self._clock = clock
         self._statm = root / "proc/self/statm"
         self.page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-        if limit is None and (most := cgroup_limit(root)) is not None:
+        if limit is None and (most := memory_limit(root)) is not None:
             limit = int(most * PART_OF_CGROUP)
         self.limit = limit and limit // processes
         self._next_read = -math.inf
@@ -87,43 +87,3 @@ class Memory:
             return int(self._statm.read_bytes().split()[1]) * self.page_bytes
         except (OSError, ValueError, IndexError):
             return None  # not Linux
-
-
-def cgroup_limit(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that this process's control group may use, its parents' limits included.
-
-    Reads version 2 (memory.max) and version 1 (memory.limit_in_bytes), as cgroups(7) has them.
-    None if there is no limit, or no cgroup.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    limits: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2) if line.count(":") > 1 else ("", "none", "")
-        if not controllers:
-            limits += _along(root / "sys/fs/cgroup", path, "memory.max")
-        elif "memory" in controllers.split(","):
-            limits += _along(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
-    return min(limits, default=None)
-
-
-def _along(mount: Path, path: str, name: str) -> list[int]:
-    """Returns the limits from the group at `path` up to the mount.
-
-    In a container with its own view of the cgroups, `path` may not exist below the mount: then the
-    mount is the container's group.
-    """
-    directory = mount / path.strip("/")
-    found = []
-    for group in (directory, *directory.parents):
-        try:
-            text = (group / name).read_text("utf-8").strip()
-        except OSError:
-            text = ""
-        if text.isdigit() and int(text) < NO_LIMIT:
-            found.append(int(text))
-        if group == mount:
-            break
-    return found

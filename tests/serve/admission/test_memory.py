@@ -1,77 +1,25 @@
-"""Tests how the kernel's reports of memory are read."""
+"""Tests how much of its memory a gateway allows itself."""
 
 from pathlib import Path
 
 import pytest
 
-from serve.admission.memory import Memory, cgroup_limit
+from serve.admission.memory import Memory
 from tests.serve.clock import Clock
 
 GB = 1 << 30
-UNLIMITED_V1 = str((1 << 63) - 4096)
-FILES = dict[str, str]
-
-CASES: dict[str, tuple[FILES, int | None]] = {
-    "no cgroup": ({}, None),
-    "version 2": (
-        {"proc/self/cgroup": "0::/a.slice/b\n", "sys/fs/cgroup/a.slice/b/memory.max": f"{GB}\n"},
-        GB,
-    ),
-    "version 2, no limit": (
-        {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"},
-        None,
-    ),
-    "version 2, the parent's": (
-        {
-            "proc/self/cgroup": "0::/a/b\n",
-            "sys/fs/cgroup/a/b/memory.max": f"{4 * GB}\n",
-            "sys/fs/cgroup/a/memory.max": f"{2 * GB}\n",
-        },
-        2 * GB,
-    ),
-    "a container's own view": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GB}\n"},
-        GB,
-    ),
-    "a path outside of the mount": (
-        {"proc/self/cgroup": "0::/docker/1234\n", "sys/fs/cgroup/memory.max": f"{GB}\n"},
-        GB,
-    ),
-    "version 1": (
-        {
-            "proc/self/cgroup": "9:cpu,cpuacct:/d\n4:memory:/d\n0::/\n",
-            "sys/fs/cgroup/memory/d/memory.limit_in_bytes": f"{GB}\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-        },
-        GB,
-    ),
-    "version 1, no limit": (
-        {
-            "proc/self/cgroup": "4:memory:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
-        },
-        None,
-    ),
-    "nonsense": ({"proc/self/cgroup": "4:memory\n\n"}, None),
-}
+LIMITED = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{GB}\n"}
 
 
-def write(root: Path, files: FILES) -> None:
+def write(root: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_limit_of_a_cgroup(case: str, tmp_path: Path) -> None:
-    files, expected = CASES[case]
-    write(tmp_path, files)
-    assert cgroup_limit(tmp_path) == expected
-
-
 def test_four_fifths_of_it_may_be_resident(tmp_path: Path) -> None:
     clock = Clock()
-    write(tmp_path, CASES["version 2"][0])
+    write(tmp_path, LIMITED)
     memory = Memory(clock=clock, root=tmp_path)
     assert memory.limit == int(0.8 * GB)
     resident = {"small": 0.7 * GB, "large": 0.81 * GB}

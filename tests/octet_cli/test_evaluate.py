@@ -186,7 +186,7 @@ def test_tasks_join_the_table(samples: Path, harness: Path, tmp_path: Path) -> N
         found = answered(*options)["rows"][0]["tasks"]
         shown = invoke(*options).stdout
         alone = answered(fake.url, "--tasks", "toy")["rows"][0]["tasks"]
-        assert "no such task: broken; try it yourself: lm_eval run" in str(
+        assert "no such task: broken; run it yourself to see more: lm_eval run" in str(
             refused(fake.url, "--tasks", "broken")
         )
         page = tmp_path / "page.html"

@@ -205,7 +205,7 @@ def test_a_graph_for_tensorrt_is_not_run_and_that_is_said(
     calibration: Path, tmp_path: Path
 ) -> None:
     export_onnx(calibration, tmp_path / "out", target="tensorrt")
-    assert "`octet build-engine` does" in unchecked(tmp_path / "out", calibration)
+    assert "`octet build-engine` builds and proves one" in unchecked(tmp_path / "out", calibration)
 
 
 def test_an_export_without_golden_records_is_not_all_checked(

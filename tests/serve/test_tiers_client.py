@@ -73,7 +73,7 @@ async def test_an_alias_names_a_tier_and_the_model_has_one_of_its_own(client: As
         model="m-exact", prompt="abc", max_tokens=2, extra_headers=again
     )
     assert said(answer.headers)[1] == "bf16"
-    with pytest.raises(BadRequestError, match="'m-cheap' is of the tier 'economy'"):
+    with pytest.raises(BadRequestError, match="'m-cheap' selects the tier 'economy'"):
         await client.completions.create(model="m-cheap", prompt="abc", extra_headers=again)
 
 

@@ -312,7 +312,7 @@ async def test_only_a_proven_backend_gets_it(path: str) -> None:
     async with in_process(("fake", servers), exams=FakeExams(exam)) as served:
         reply = await served.request(path, BODIES[path])
         assert reply.status == 503
-        assert "has proven" in message_of(path, reply.json(), "overloaded_error")
+        assert "is proven (2 refused)" in message_of(path, reply.json(), "overloaded_error")
 
 
 async def test_stored_responses_are_nowhere() -> None:

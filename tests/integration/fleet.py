@@ -95,11 +95,14 @@ class Watch:
         return seconds + min(time.monotonic() - before, LOOK_S)
 
     async def busy(self, backend: str) -> None:
-        """Waits until `backend` has answered something, and has more to answer."""
+        """Waits until `backend` has answered something, and has more to answer.
+
+        One request is enough: a quick backend of a slow pool rarely has two.
+        """
         async with asyncio.timeout(300):
             while not (
                 await self.answered(backend)
-                and await self.metric("octet_backend_in_flight", backend=backend) > 1
+                and await self.metric("octet_backend_in_flight", backend=backend)
             ):
                 await asyncio.sleep(0.05)
 

@@ -249,7 +249,11 @@ async def test_a_vllm_that_is_killed_in_mid_stream_ends_both_in_an_error(
             )
             # Greedily: a drawn answer may end by itself before the server is killed.
             message = await other.messages.create(
-                model="python-lm", messages=said, max_tokens=800, temperature=0, stream=True
+                model="python-lm",
+                messages=said,
+                max_tokens=800,
+                stream=True,
+                extra_body={"temperature": 0},
             )
             first = await anext(aiter(response))
             assert first.type == "response.created"

@@ -92,7 +92,7 @@ class Part:
     def __init__(self, workers: int, cores: set[int], redis: str | None = None) -> None:
         self.workers = workers
         self.cores = cores
-        self.admin_port = free_port()
+        self.admin_port = 0  # of the first worker, once it is started
         self._redis = redis
         self.gateway = Gateway(f"workers-{workers}-on-{'-'.join(map(str, cores))}", self._command)
 
@@ -101,6 +101,7 @@ class Part:
         config: dict[str, Any] = json.loads((scratch / "octet.yaml").read_text())
         if self._redis:
             config["access"]["shared"] = self._redis
+        self.admin_port = free_port()
         config["admin"] = {"port": self.admin_port}
         file = scratch / f"{self.gateway.name}.yaml"
         file.write_text(json.dumps(config))

@@ -80,8 +80,8 @@ def main() -> None:
     one, two, apart = (medians[case]["requests/s"] for case in CASES)
     met = "met" if two / one >= AT_LEAST else "MISSED"
     print(
-        f"{met}: requests/s of two workers {two / one:.2f} times one's, wanted: {AT_LEAST:g} times; two"
-        f" gateways that share nothing: {apart / one:.2f} times"
+        f"{met}: requests/s of two workers {two / one:.2f} times one's, wanted: {AT_LEAST:g} times;"
+        f" two gateways that share nothing: {apart / one:.2f} times"
     )
 
 

@@ -315,7 +315,9 @@ def test_an_interrupted_calibration_leaves_nothing_half_written(
         # Python ends itself by SIGINT, which a shell shows as 130, if it was interrupted in an
         # import.
         assert process.returncode in (0, 130, -number, -signal.SIGINT), errors
-        assert "Traceback" not in errors or process.returncode < 0
+        # Python drops a signal in a library's destructor, prints that, and goes on.
+        ignored = errors.startswith("Exception ignored in") or "\nException ignored in" in errors
+        assert "Traceback" not in errors or process.returncode < 0 or ignored
         out = tmp_path / number.name / "out"
         if out.exists():  # the signal came after it had taken its place: then it is whole
             Manifest.load(out, "calibration")

@@ -315,9 +315,9 @@ def test_an_interrupted_calibration_leaves_nothing_half_written(
         # Python ends itself by SIGINT, which a shell shows as 130, if it was interrupted in an
         # import.
         assert process.returncode in (0, 130, -number, -signal.SIGINT), errors
-        # Python drops a signal in a library's destructor, prints that, and goes on.
-        ignored = errors.startswith("Exception ignored in") or "\nException ignored in" in errors
-        assert "Traceback" not in errors or process.returncode < 0 or ignored
+        # Python drops a signal in a library's destructor, prints that traceback, and goes on.
+        dropped = errors.count("Exception ignored in")
+        assert errors.count("Traceback") <= dropped or process.returncode < 0, errors
         out = tmp_path / number.name / "out"
         if out.exists():  # the signal came after it had taken its place: then it is whole
             Manifest.load(out, "calibration")

@@ -88,13 +88,14 @@ def precision_of(matrices: Iterable[str]) -> str:
             return name
     wide = sorted({name for name in types if name not in ("fp4", "fp8")})
     narrow = [name for name in ("fp4", "fp8") if name in types]
-    # Two wide matrices are the GEMM's operands; a narrow one beside them is something fused.
+    # Two matrices of 16 or 32 bits are the GEMM's operands; a narrow one is of a fused operation.
     if len([name for name in types if name in wide]) >= 2 or not narrow:
         return wide[0] if wide else "unknown"
     return " x ".join([*wide[:1], *narrow[:1]])
 
 
 def _rank(precision: str) -> tuple[bool, bool]:
+    """Orders precisions: both operands narrow, one of them, none."""
     return precision not in ("fp4", "fp8"), " x " not in precision
 
 

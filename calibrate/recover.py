@@ -93,11 +93,9 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     if job.console is not None:
         job.console.print(f"held-out divergence: {divergence_text(result)}", highlight=False)
     group.agree(None if less.low > 0 else _no_better(job, _mean(before), _mean(after)))
-    suffixes = (".weight_scale", ".weight_global_scale")
-    grid = {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}
     return Changed(
         {name: _pending(start, name) for name in start.changed} | dict(trained.tensors),
-        {**grid, **trained.scales},
+        {**origin.weight_scales, **trained.scales},
         {
             **training.settings,
             "calibration": origin.manifest.identity,

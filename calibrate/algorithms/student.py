@@ -58,7 +58,7 @@ class Student:
         self.trained = {
             name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
         }
-        self._moves: dict[str, Tensor] = {}  # of scales, by linear
+        self._moves: dict[str, Tensor] = {}  # x of each trained scale, by linear
         if "scales" in train:
             for owner, linears in _sharing(spec, self._schemes).items():
                 name = f"{owner}{_SCALE}"
@@ -95,6 +95,7 @@ class Student:
             return {f"{x}{_SCALE}": self._scale(x).cpu().numpy() for x in self._moves}
 
     def _scale(self, linear: str) -> Tensor:
+        """Returns the weight scale as it is stored; if it is trained, with gradients."""
         scale = self._scales.need(f"{linear}{_SCALE}")
         if linear not in self._moves:
             return scale
@@ -103,7 +104,7 @@ class Student:
             return moved.clamp(min=torch.finfo(torch.float32).tiny)
         with torch.no_grad():
             stored = round_to(moved.clamp(min=LEAST_E4M3), E4M3)
-        return stored + (moved - moved.detach())  # adds 0
+        return stored + (moved - moved.detach())  # the value of `stored`, the gradient of `moved`
 
     def states(self, batch: Batch) -> Tensor:
         """Computes the last hidden states [B, T, H] of `batch`, with gradients."""
@@ -122,9 +123,10 @@ class Student:
 
 
 def _sharing(spec: ModelSpec, schemes: Schemes) -> dict[str, list[str]]:
-    """Groups the quantized linears that share a scale, by the first: with one for a whole weight.
+    """Groups the quantized linears that share a weight scale, under the first of each group.
 
-    Engines fuse linears that read the same input, and have one scale for all of them.
+    They do if a scale covers a whole weight: engines fuse linears that read the same input, and
+    have one scale for all of them.
     """
     groups: dict[Any, list[str]] = {}
     for linear in spec.linears():
@@ -136,7 +138,7 @@ def _sharing(spec: ModelSpec, schemes: Schemes) -> dict[str, list[str]]:
 
 
 def _norms(model: Any) -> list[str]:
-    """Returns the names of the weights of all layers that normalize."""
+    """Returns the names of the weights of all normalization layers."""
     return [
         f"{name}.weight"
         for name, module in model.named_modules()

@@ -29,11 +29,10 @@ _CPU_BYTES = 1 << 30
 _AHEAD = 4  # layers that are read before their turn: a dozen large tensors, each by one thread
 _READERS = 16  # threads, at most
 
-# A GPU's memory that is left to everything but the layers: activations (a share of it, up to so
-# many bytes), some layers in float32 and with quantized weights, and the output head.
-_SHARE, _SHARE_BYTES = 0.2, 24 << 30
-_COPIES = 4
-_HEADS = 3
+# A GPU's memory that is not used to hold layers.
+_SHARE, _SHARE_BYTES = 0.2, 24 << 30  # for activations: this share, at most so many bytes
+_COPIES = 4  # layers in other dtypes: converted to float32, and with quantized weights
+_HEADS = 3  # copies of the output head
 
 R = TypeVar("R")
 _Copied: TypeAlias = tuple[str, torch.Tensor, torch.cuda.Event]
@@ -112,11 +111,11 @@ class LayerWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Size of the layers that a GPU holds once they were read."""
+        """Bytes of the layers that stay on a GPU once they were read."""
         return sum(self._sizes[: self._resident])
 
     def __str__(self) -> str:
-        """Says in one line where the layers are."""
+        """Describes in one line where the layers are held."""
         total, layers = sum(self._sizes), len(self._sizes)
         if self._resident == layers:
             return f"weights: {_gb(total)}, held in GPU memory"

@@ -1,7 +1,7 @@
 """Lists the scenarios that are simulated for a recipe: its serving paths, and faults in them.
 
 A scenario is a `Scenario`. Paths without a fault are those that engines take
-(`calibrate.simulate.predict.serving_paths`), the same with only weights quantized, and with nothing
+(`serving_paths`), the same with only weights quantized, and with nothing
 quantized, as when an engine silently falls back to BF16. Faults come from open reports
 (docs/compatibility.md), as far as they change the logits: scales dropped when a checkpoint is
 loaded, a cache whose bytes are read in another format than they were written in, or scales that

@@ -104,7 +104,7 @@ def problems_of_workers(settings: GatewayConfig, count: int) -> Iterator[Problem
 
 
 class _Worker:
-    """One place for a process: its sockets, and the process that has them."""
+    """One worker: its sockets, which outlive a process, and its current process."""
 
     def __init__(
         self,

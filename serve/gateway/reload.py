@@ -195,7 +195,7 @@ class _PoolChange:
         self._provers = await self.pool.examined(stays, self._exams)
 
     def _serves_the_same(self, member: Member) -> bool:
-        """Returns whether its requests name the same model, even if the public name changed."""
+        """Returns whether its backend serves the same model, even if the public name changed."""
         config = member.config
         own = (
             config is None

@@ -21,7 +21,7 @@ __all__ = ["walk"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5
-_OUT_S = 1800.0  # longer than vLLM may take to start, and to be proven
+_OUT_S = 1800.0  # time without a ready backend; longer than vLLM takes to start and be proven
 
 
 async def walk(model: str, pools: Sequence[Pool], changing: asyncio.Lock) -> None:

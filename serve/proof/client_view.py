@@ -1,7 +1,7 @@
-"""Compares what clients get with the artifact: the defaults behind what their requests leave out.
+"""Compares a server's defaults, which apply to what requests leave out, with the artifact's.
 
-A probe of the golden prompts sends every value itself, so it does not show them. A few requests
-that leave them out do, and cost about seventy tokens:
+A probe of the golden prompts sets every field, so it does not show the defaults. A few requests
+that leave fields out show them, and cost about seventy tokens:
 
 | what           | how                                                                       |
 |----------------|---------------------------------------------------------------------------|
@@ -12,7 +12,7 @@ that leave them out do, and cost about seventy tokens:
 |                | penalties                                                                 |
 | sampling       | tokens drawn without settings, see `sampling`                             |
 
-Not seen: a default `max_tokens`, and stop tokens that the server has in addition.
+Not detected: a default `max_tokens`, and additional stop tokens of the server.
 """
 
 import asyncio
@@ -210,7 +210,7 @@ class _Examiner:
 
     async def sampling(self) -> str | None:
         declared = Sampling.of(self._generation)
-        answer = await self._complete(_telling(self._golden), 1, n=_DRAWN, **NO_PENALTIES)
+        answer = await self._complete(_distinguishing(self._golden), 1, n=_DRAWN, **NO_PENALTIES)
         tokens = _sampled(answer["choices"])
         if len(tokens) < _DRAWN:  # it ignores `n`
             raise _Unknown(f"it drew {len(tokens)} of {_DRAWN} tokens")
@@ -300,8 +300,8 @@ def _uncertain(golden: GoldenSet) -> GoldenRecord:
     return min(_short(golden), key=lambda x: sum(max(top.logprobs) for top in x.tops))
 
 
-def _telling(golden: GoldenSet) -> GoldenRecord:
-    """Selects the short prompt whose next token tells usual sampling best from neutral."""
+def _distinguishing(golden: GoldenSet) -> GoldenRecord:
+    """Selects the short prompt whose next token best distinguishes usual sampling from neutral."""
     usual, neutral = Sampling(0.6), Sampling()
     return max(_short(golden), key=lambda x: divergence(usual, neutral, x.top.values()))
 

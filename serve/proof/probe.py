@@ -307,7 +307,7 @@ class _Sender:
         return Response(record=index, tokens=tokens[:POSITIONS], tops=tops)
 
     def _not_a_number(self, index: int) -> Response:
-        """Returns an answer of NaN, which JSON lacks: the judgement refuses it by that name."""
+        """Returns an answer of NaN, which JSON lacks: the verdict then names NaN as the cause."""
         self.alternatives.append(ALTERNATIVES)
         return Response(record=index, tokens=(UNKNOWN,), tops=({UNKNOWN: math.nan},))
 
@@ -324,7 +324,7 @@ class _Sender:
 
 
 def _without_numbers(positions: Sequence[PositionLogprobs]) -> bool:
-    """Returns whether tokens are named and null is in place of their log-probabilities.
+    """Returns whether log-probabilities are null, which some servers send in place of NaN.
 
     A server that supports none sends no position. One that leaves out some sends others.
     """

@@ -41,7 +41,7 @@ class Policy(ABC):
         """Returns one of `members`, which is not empty."""
 
     def joined(self, members: Sequence[Member]) -> None:  # noqa: B027
-        """Takes over the pool's new list of members, available or not."""
+        """Called with the pool's new list of members, available or not."""
 
 
 class RoundRobin(Policy):
@@ -169,7 +169,7 @@ def _points(place: str) -> Iterator[int]:
 
 
 def _place(member: Member, members: Sequence[Member]) -> str:
-    """Returns the text that places a member on the ring.
+    """Returns the text whose hash places a member on the ring.
 
     That is its address, so that all gateways agree, plus its name if two share an address.
     """

@@ -58,13 +58,13 @@ class Student:
         self.trained = {
             name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
         }
-        self._moves: dict[str, Tensor] = {}  # x of each trained scale, by linear
+        self._log_factors: dict[str, Tensor] = {}  # x of each trained scale s·e^x, by linear
         if "scales" in train:
             for owner, linears in _sharing(spec, self._schemes).items():
                 name = f"{owner}{_SCALE}"
                 move = torch.zeros_like(self._scales.need(name)).requires_grad_()
                 self.trained[name] = move
-                self._moves |= dict.fromkeys(linears, move)
+                self._log_factors |= dict.fromkeys(linears, move)
         self._rounding = ExitStack()
         for index in layers:
             prefix = spec.layer(index)
@@ -85,21 +85,21 @@ class Student:
             weight = self.trained.get(name)
             weight = self._model.get_parameter(name) if weight is None else weight
             second = self._scales.get(f"{linear}.weight_global_scale")
-            quantize = fake_quantize_learned if linear in self._moves else fake_quantize
+            quantize = fake_quantize_learned if linear in self._log_factors else fake_quantize
             served[name] = quantize(weight, scheme, self._scale(linear), second)
         return served
 
     def scales(self) -> dict[str, NDArray[np.float32]]:
         """Returns the trained scales as they are stored, under their names in a calibration."""
         with torch.no_grad():
-            return {f"{x}{_SCALE}": self._scale(x).cpu().numpy() for x in self._moves}
+            return {f"{x}{_SCALE}": self._scale(x).cpu().numpy() for x in self._log_factors}
 
     def _scale(self, linear: str) -> Tensor:
         """Returns the weight scale as it is stored; if it is trained, with gradients."""
         scale = self._scales.need(f"{linear}{_SCALE}")
-        if linear not in self._moves:
+        if linear not in self._log_factors:
             return scale
-        moved = scale * self._moves[linear].exp()
+        moved = scale * self._log_factors[linear].exp()
         if not self._schemes[linear][0].two_level:
             return moved.clamp(min=torch.finfo(torch.float32).tiny)
         with torch.no_grad():

@@ -98,7 +98,7 @@ class LayerWeights:
         self._held: dict[tuple[int, torch.dtype | None], dict[str, torch.Tensor]] = {}
         self._whole: dict[str, torch.Tensor] = {}  # tensors outside the layers, by name
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None  # read, and not held
-        self._ahead: dict[int, list[Future[_Copied]]] = {}
+        self._prefetched: dict[int, list[Future[_Copied]]] = {}
         self._resident = 0
         self._most = self._room() if room is None else room
         if self.device.type == "cuda":
@@ -193,9 +193,9 @@ class LayerWeights:
 
     def free(self) -> None:
         """Frees the memory of the layers that are held; they are read again when needed."""
-        for futures in self._ahead.values():
+        for futures in self._prefetched.values():
             self._wait(futures)
-        for held in (self._held, self._whole, self._ahead):
+        for held in (self._held, self._whole, self._prefetched):
             held.clear()
         self._last = None
 
@@ -226,7 +226,7 @@ class LayerWeights:
             held = self._last[1]
         if held is None:
             self._begin(index)
-            copied = self._wait(self._ahead.pop(index))
+            copied = self._wait(self._prefetched.pop(index))
             prefix = f"{self.checkpoint.spec.layer(index)}."
             held = assemble({name.removeprefix(prefix): x for name, x in copied.items()})
             if index < self._resident:
@@ -239,9 +239,9 @@ class LayerWeights:
         return held
 
     def _begin(self, index: int) -> None:
-        if index not in self._ahead:
+        if index not in self._prefetched:
             names = self._names[index]
-            self._ahead[index] = [self._pool.submit(self._copy, name) for name in names]
+            self._prefetched[index] = [self._pool.submit(self._copy, name) for name in names]
 
     def _copy(self, name: str) -> _Copied:
         """Reads a tensor into pinned memory, and starts to copy it to the GPU."""

@@ -160,10 +160,10 @@ class _Sweep:
     ) -> None:
         self._checkpoint, self._spec = checkpoint, checkpoint.spec
         self._batches, self._chunks = batches, chunks
-        self._mine = range(group.rank, len(batches), group.world)
+        self._own_batches = range(group.rank, len(batches), group.world)
         self._dtype, self._weights, self._device = dtype, weights, weights.device
         self._spill, self._journal, self._group = spill, journal, group
-        self._my_tokens = sum(batches[index].tokens for index in self._mine)
+        self._my_tokens = sum(batches[index].tokens for index in self._own_batches)
         tokens = sum(batch.tokens for batch in batches)
         self._finished = 0  # number of layers whose counts the journal holds
         self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
@@ -240,7 +240,7 @@ class _Sweep:
             files = journal.begin(index, model, self._batches)
 
             def write() -> None:
-                for batch in self._mine:
+                for batch in self._own_batches:
                     files.write(batch, leaving.read(batch))
 
             self._group.attempt(write)
@@ -299,7 +299,7 @@ class _Sweep:
         squares: dict[str, SumOfSquares] = {}
         counting = not isinstance(observer.counter, Uncounted)
         observer.counter.clear()
-        for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
+        for index, following in zip(self._own_batches, [*self._own_batches[1:], None], strict=True):
             batch = self._batches[index]
             compute = partial(model.forward, entering.read(index))
             squared = index % _SQUARED_EVERY == 0

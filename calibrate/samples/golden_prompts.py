@@ -117,7 +117,7 @@ class _Pieces:
         """Cuts up to `length` tokens; raises SampleError if no sequence begins with whole text."""
         order = list(self._order)
         self._order.append(self._order.pop(0))
-        if len(self._sequences[order[0]]) < length and (untaken := self._untaken(length)):
+        if len(self._sequences[order[0]]) < length and (untaken := self._next_cut(length)):
             return untaken
         for index in order:
             found = _cut(list(self._sequences[index][:length]), self._tokenizer)
@@ -126,7 +126,7 @@ class _Pieces:
                 return found
         raise SampleError("no held-out sample starts with text that encodes back to its tokens")
 
-    def _untaken(self, length: int) -> tuple[str, list[int]] | None:
+    def _next_cut(self, length: int) -> tuple[str, list[int]] | None:
         """Cuts after the tokens taken from the sequence with the most tokens left."""
         left = [len(ids) - n for ids, n in zip(self._sequences, self._taken, strict=True)]
         index = left.index(max(left))

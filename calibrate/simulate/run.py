@@ -108,11 +108,12 @@ class _Bench:
         rest = sorted(set(range(len(golden.records))) - set(few))
         most = _TOKENS.get(device.type, _TOKENS["cuda"])
         together, padded = most * _TOGETHER, self._spec.generic
-        self._few, others = (
+        self._fault_packs, others = (
             packs(golden_batches(golden, part, most), golden, together, device, padded=padded)
             for part in (few, rest)
         )
-        self._packs = self._few + others  # `_few`: the records that faults are simulated on
+        # `_fault_packs` are of the records that faults are simulated on.
+        self._packs = self._fault_packs + others
 
     @property
     def room(self) -> int:
@@ -153,7 +154,7 @@ class _Bench:
         return Answers(run.scenario, torch.cat(run.states, 1)[0], records, positions, model)
 
     def _packs_of(self, run: Run) -> list[Pack]:
-        return self._packs if run.whole else self._few
+        return self._packs if run.whole else self._fault_packs
 
     def _start_at_embeddings(self, runs: Sequence[Run]) -> None:
         """Gives embeddings to runs that start at the first layer; equal embeddings are shared."""
@@ -169,7 +170,7 @@ class _Bench:
             if run.start == index and index:
                 path = Scenario(path=run.scenario.path)
                 conforming = next(x for x in runs if x.scenario == path and x.repeat == 0)
-                run.states = conforming.states[: len(self._few)]
+                run.states = conforming.states[: len(self._fault_packs)]
 
     def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
         """Runs one layer for all `runs`; `layers` has its module in each compute dtype."""

@@ -243,7 +243,7 @@ class SharedLimits:
                     batch, await self._call(batch, HOLD_S if keep else 0.0), strict=True
                 ):
                     if rates is None:
-                        self._heard(reply)
+                        self._record_gateways(reply)
                         continue
                     rates.granted(reply, wanted=tokens is not None)
                     if rates in asks and not (future := asks[rates][1]).done():
@@ -268,7 +268,7 @@ class SharedLimits:
         self._changed -= due | asking
         return list(due)
 
-    def _heard(self, reply: Reply) -> None:
+    def _record_gateways(self, reply: Reply) -> None:
         """Records the number of gateways, and warns if there are more than configured."""
         before, self.gateways = self.gateways, reply.others_alive + 1
         if self.when_lost == "share" and before <= self.replicas < self.gateways:

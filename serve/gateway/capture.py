@@ -247,7 +247,7 @@ class Capture:
                     _write(descriptor, lines, size)
                     self._known = os.fstat(descriptor).st_ino, size + len(lines)
                     return "kept"
-                self._thin()
+                self._halve_file()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
@@ -285,7 +285,7 @@ class Capture:
         self._known = found.st_ino, size
         return size
 
-    def _thin(self) -> None:
+    def _halve_file(self) -> None:
         """Puts a file with every second line in the place of the full one."""
         path = self.config.file
         beside = _beside(path)

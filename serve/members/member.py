@@ -280,7 +280,7 @@ class Member:
         if self._full():
             self.changed()
 
-    def _gave_back(self, tokens: int, seconds: float) -> None:
+    def _released(self, tokens: int, seconds: float) -> None:
         if self._full():
             self.changed()
         self.in_flight -= 1
@@ -365,4 +365,4 @@ class Lease:
                 self.member.breaker.abandoned(self._epoch)
             self.member.served_tokens += self.served
             self.member.written_tokens += self.written
-            self.member._gave_back(self.tokens, self._clock() - self._began)
+            self.member._released(self.tokens, self._clock() - self._began)

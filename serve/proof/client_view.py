@@ -64,7 +64,7 @@ class Defaults:
         """Reads an export's own files; a calibration has none, so its checkpoint's if unaltered."""
         if not (directory / "tokenizer.json").is_file():
             directory = Path(str(manifest.details.get("source", "")))
-            if not _is_of(directory, manifest):
+            if not _is_calibrated_tokenizer(directory, manifest):
                 return cls()
         try:
             path = directory / GENERATION_CONFIG
@@ -74,7 +74,7 @@ class Defaults:
             return cls()
 
 
-def _is_of(directory: Path, manifest: Manifest) -> bool:
+def _is_calibrated_tokenizer(directory: Path, manifest: Manifest) -> bool:
     """Returns whether the tokenizer in `directory` is the one that was calibrated with."""
     known = manifest.model.tokenizer
     try:
@@ -193,11 +193,11 @@ class _Examiner:
     async def penalties(self) -> str | None:
         wanted = self._generation.get("repetition_penalty") or 1.0
         record = _uncertain(self._golden)
-        plain = _displaced(await self._complete(record, _GREEDY, temperature=0.0))
+        plain = _is_not_greedy(await self._complete(record, _GREEDY, temperature=0.0))
         if wanted == 1.0 and not plain:
             return None
         explicit = await self._complete(record, _GREEDY, temperature=0.0, repetition_penalty=wanted)
-        if _displaced(explicit) != plain:
+        if _is_not_greedy(explicit) != plain:
             line = f"its default repetition_penalty is not the artifact's, which is {wanted:g}"
         elif wanted == 1.0:
             line = (
@@ -317,7 +317,7 @@ def _positions(choice: Any) -> list[tuple[float, list[float]]]:
     ]
 
 
-def _displaced(answer: Any) -> bool:
+def _is_not_greedy(answer: Any) -> bool:
     """Returns whether greedy decoding chose a token that is not the likeliest."""
     return any(chosen < top[0] - _CLOSE for chosen, top in _positions(answer["choices"][0]))
 

@@ -238,7 +238,7 @@ class _Sender:
                 if isinstance(error, BackendError):
                     return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
                 self.tokens -= prompt_tokens
-                if self._relents(request, error):
+                if self._drop_refused_field(request, error):
                     continue
                 too_long = _TOO_LONG.search(f"{error.code} {error}")
                 return Failure(index, "context" if too_long else "refused", str(error))
@@ -269,7 +269,7 @@ class _Sender:
             f"{self._backend.name}: its answer ended without a finish reason", kind="garbled"
         )
 
-    def _relents(self, request: GenerateRequest, error: RequestError) -> bool:
+    def _drop_refused_field(self, request: GenerateRequest, error: RequestError) -> bool:
         """Drops what the server refused, for all later requests; returns whether to retry."""
         refusal = f"{error.param} {error}"
         if request.extra and any(name in refusal for name in request.extra):
@@ -289,7 +289,7 @@ class _Sender:
             text = f"it encodes a prompt of {ours} tokens as {theirs}"
             return Failure(index, "tokenizer", text)
         positions = [position for delta in deltas for position in delta.logprobs or ()]
-        if wrong := self._foreign(positions):
+        if wrong := self._unknown_token(positions):
             return Failure(index, "tokenizer", wrong)
         positions = positions[:POSITIONS]
         tokens = tuple(token for delta in deltas for token in delta.token_ids)
@@ -311,7 +311,7 @@ class _Sender:
         self.alternatives.append(ALTERNATIVES)
         return Response(record=index, tokens=(UNKNOWN,), tops=({UNKNOWN: math.nan},))
 
-    def _foreign(self, positions: Sequence[PositionLogprobs]) -> str | None:
+    def _unknown_token(self, positions: Sequence[PositionLogprobs]) -> str | None:
         for position in positions:
             for token in (position.chosen, *position.top):
                 if self._vocab_size is not None and token.token_id >= self._vocab_size:

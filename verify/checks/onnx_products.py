@@ -143,8 +143,8 @@ class _Reader:
                     chain.append(self._producer(chain[-1].input[0]))
                 cast, inner, scaled = chain
                 same = [item.op_type for item in chain] == ["Cast", "Cast", "Div"]
-                if same and scaled.input[1] == scale and _to(cast) in _REAL:
-                    return self._by_maximum(scaled, _element(_to(inner)), features)
+                if same and scaled.input[1] == scale and _cast_type(cast) in _REAL:
+                    return self._by_maximum(scaled, _element(_cast_type(inner)), features)
         raise _NotRounded(f"it comes from {node.op_type or 'an input or a constant'}")
 
     def _by_scale(
@@ -191,13 +191,15 @@ class _Reader:
         node = self._producer(scaled.input[1])
         while node.op_type != "ReduceMax":
             if node.op_type == "Cast":
-                kinds.add(_to(node))
+                kinds.add(_cast_type(node))
             elif node.op_type not in (*_ARITHMETIC, "DequantizeLinear"):
                 raise _NotRounded(f"its scale comes from {node.op_type or 'no maximum'}")
-            for number in [self._constant(name) for name in node.input if self._fixed(name)]:
+            for number in [
+                self._constant(name) for name in node.input if self._is_initializer(name)
+            ]:
                 if number and node.op_type in ("Div", "Mul", "DequantizeLinear"):
                     divisor *= number if node.op_type == "Div" else 1 / number
-            varying = [name for name in node.input if not self._fixed(name)]
+            varying = [name for name in node.input if not self._is_initializer(name)]
             node = self._producer(varying[-1] if varying else "")  # of Where, after the condition
         magnitude = self._producer(node.input[0])
         if magnitude.op_type != "Abs" or magnitude.input[0] != scaled.input[0]:
@@ -230,7 +232,7 @@ class _Reader:
         node = self.graph.maker.get(name)
         return node if node is not None and node.input else _NOTHING
 
-    def _fixed(self, name: str) -> bool:
+    def _is_initializer(self, name: str) -> bool:
         return name in self.graph.initializers
 
     def _constant(self, name: str) -> float | None:
@@ -252,14 +254,14 @@ def _wanted(scheme: TensorScheme, features: int) -> _Rounding:
 
 
 def _keeps_values(node: onnx.NodeProto) -> bool:
-    return node.op_type in _SHAPING or (node.op_type == "Cast" and _to(node) in _REAL)
+    return node.op_type in _SHAPING or (node.op_type == "Cast" and _cast_type(node) in _REAL)
 
 
 def _element(kind: int) -> str:
     return _ELEMENTS.get(kind, str(TensorProto.DataType.Name(kind)).lower())
 
 
-def _to(node: onnx.NodeProto) -> int:
+def _cast_type(node: onnx.NodeProto) -> int:
     return int(_attributes(node)["to"])
 
 

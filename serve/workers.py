@@ -135,7 +135,7 @@ class _Worker:
                 [sys.executable, "-P", "-c", _START, given, json.dumps(sys.path)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C reaches it once, from us
+                start_new_session=True,  # a terminal's Ctrl-C reaches it once, from the parent
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

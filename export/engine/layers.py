@@ -105,7 +105,7 @@ def _datatype(tensor: Mapping[str, Any]) -> str:
 
 
 def _type(name: str) -> str:
-    """Returns our name of a type that TensorRT calls "FP8", "FP4E2M1", "Half", "… FP16 format"."""
+    """Returns Octet's name of TensorRT's "FP8", "FP4E2M1", "Half" or "… FP16 format"."""
     upper = name.upper()
     for known, ours in (("UE8M0", "e8m0"), ("E8M0", "e8m0"), ("FP4", "fp4"), ("FP8", "fp8")):
         if known in upper:

@@ -1,4 +1,4 @@
-"""Triton over gRPC streaming: the vLLM backend, our own Python entry, TensorRT-LLM's models.
+"""Triton over gRPC streaming: the vLLM backend, Octet's Python entry, TensorRT-LLM's models.
 
 Each request is one ModelStreamInfer call on a shared channel. The generated stubs are used
 directly: tritonclient's own asyncio client drops request parameters and the status of errors. (The
@@ -76,7 +76,7 @@ class TritonBackend:
         self._channel: grpc.aio.Channel | None = None
         self._negotiated: tuple[Signature, Dialect] | None = None  # set once its metadata was read
         self._calls: set[Any] = set()  # in progress
-        self._given_up: dict[Any, BackendError] = {}  # calls that we end, and why
+        self._given_up: dict[Any, BackendError] = {}  # calls that the gateway ends, and why
         self._instances = 1  # of the model; in the Python backend, each is a process of its own
 
     async def start(self) -> None:
@@ -170,7 +170,7 @@ class TritonBackend:
     async def probe(self) -> None:
         try:
             await generate_one_token(self, self._model)
-        except RequestError as error:  # the request is ours, so this is no client's mistake
+        except RequestError as error:  # the gateway's own request: not a client's mistake
             raise BackendUnavailable(
                 f"{self.name}: refuses to generate a token: {error}", kind="failed"
             ) from error

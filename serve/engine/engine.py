@@ -348,7 +348,7 @@ class Engine:
                     self._fail_everything(self._lost)
                     return
             self._fail_everything(BackendError("the embedded engine was stopped", kind="lost"))
-        except Exception:  # our bug: no request may wait for an answer that will not come
+        except Exception:  # a defect of Octet: no request may wait for an answer that will not come
             log.exception("the embedded engine failed")
             failure = BackendError("the embedded engine failed; see the server's log", kind="dead")
             self._fail_everything(failure)

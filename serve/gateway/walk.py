@@ -56,7 +56,7 @@ async def _started(pool: Pool, changing: asyncio.Lock) -> GivenUp | None:
             for entry in pool.config.backends:
                 members.append(await pool.prepare(entry, patience_s=0.0))
         except Exception as error:
-            if not isinstance(error, OctetError):  # a defect of ours; the next pool may start
+            if not isinstance(error, OctetError):  # a defect of Octet; the next pool may start
                 _log.exception("pool %s", pool.name)
             for member in members:
                 await pool.discard(member)

@@ -148,14 +148,14 @@ class Member:
     def awaits_check(self) -> bool:
         """Returns whether it is doubtful, and requests wait until it is checked.
 
-        One that needs a proof must still be in the incarnation that was proven, and a process of
-        ours that died is soon started again.
+        One that needs a proof must still be in the incarnation that was proven, and a process that
+        the gateway supervises is soon started again after it died.
         """
         return self.doubtful and (self.proof is not None or supervised(self.backend))
 
     @property
     def returning(self) -> bool:
-        """Returns whether it is a process of ours that is being started, and may serve soon."""
+        """Returns whether it is a supervised process that is being started, and may serve soon."""
         if not supervised(self.backend) or self.backend.gave_up:
             return False
         standing = self.standing

@@ -47,7 +47,7 @@ ALTERNATIVES = 20  # log-probabilities requested per position: as many as the re
 #   gone       it cannot be reached, or its connection ended
 #   failed     it reported a failure, or its answer cannot be parsed
 #   context    the prompt is longer than the context it was started with
-#   tokenizer  it tokenizes the prompt differently, or returns tokens that are not in our vocabulary
+#   tokenizer  it tokenizes the prompt differently, or returns tokens that its vocabulary lacks
 #   refused    it refuses the request; the failure's text is its own
 FailureKind = Literal["busy", "gone", "failed", "context", "tokenizer", "refused"]
 
@@ -317,9 +317,8 @@ class _Sender:
                 if self._vocab_size is not None and token.token_id >= self._vocab_size:
                     return f"it returns token {token.token_id}, and {self._vocab_size} exist"
             if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
-                return (
-                    f"it returns a token {position.chosen.text!r}, which is not in our vocabulary"
-                )
+                text = repr(position.chosen.text)
+                return f"it returns a token {text}, which is not in the artifact's vocabulary"
         return None
 
 

@@ -206,9 +206,9 @@ class Prover:
             return self._defect(error)
 
     def _defect(self, error: Exception) -> Examined:
-        """Handles a defect, most likely ours: it proves nothing about the backend."""
+        """Handles a defect, most likely of Octet: it proves nothing about the backend."""
         _log.error("the proof of %s failed", self._member.name, exc_info=error)
-        # Without the error's text, which may name a file of ours.
+        # Without the error's text, which may name a file of the gateway.
         reason = f"its probe failed: {type(error).__name__}"
         return Examined("unproven", reason, "defect", soon=True)
 

@@ -146,7 +146,7 @@ def _scales(root: Path, served: Manifest | None, directory: Path, proofs: Proofs
             return [*_differing(_cache_scales(directory, proofs), _by_role(theirs), implied=True)]
         if ours.kind == "checkpoint" and len(formats) == 1:
             return [*_differing(_read(directory), theirs, implied=False)]
-    except CheckpointError:  # ours was damaged since; that proves nothing about the server's
+    except CheckpointError:  # the artifact was damaged since; that proves nothing about the server
         pass
     return []
 

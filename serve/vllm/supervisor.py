@@ -82,7 +82,7 @@ class Supervisor:
                 healthy_s = await self._live()
             except OSError as error:  # it cannot be executed
                 self.last_end = f"cannot be started: {error.strerror or error}"
-            except Exception as error:  # a defect of ours; the next start may succeed
+            except Exception as error:  # a defect of Octet; the next start may succeed
                 self.last_end = f"cannot be started: {error!r}"
                 _log.exception("%s", self.name)
             self.failures = 0 if healthy_s >= _LASTED_S else self.failures + 1

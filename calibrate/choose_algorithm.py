@@ -24,10 +24,10 @@ UNCHANGED = "none"  # the weights of the checkpoint
 
 @dataclass(frozen=True)
 class _Choice:
-    """The algorithm to use, and each one's divergence from the original on `tokens` tokens.
+    """The algorithm to use, and the divergence from the original of each, on `tokens` tokens.
 
-    `less` is by how much it is below that of the unchanged weights, with its 95 % interval. Both
-    are in nats a token.
+    `kl` is by algorithm, in nats a token. `less` is how far it is below that of the unchanged
+    weights: its mean and the ends of its 95 % interval.
     """
 
     name: str

@@ -1,19 +1,20 @@
 """Compares live histograms of activations with those of the calibration.
 
-*Distribution.* A tensor's magnitudes fall into cells that hold equal shares of the calibration, and
-one beyond its largest. With shares p, sqrt(p) embeds a window of traffic as a point, all tensors
-joined; the distance of two points is Hellinger's. Tokens of a prompt are not independent, but
-windows nearly are, and so are the spans of samples that a calibration keeps apart. Their scatter
-gives E, the expected square of both means' noise. The square of Gaussian noise of any covariance
-exceeds t²·E with at most the chance that one squared normal exceeds t², for t² > 1.54 (Székely and
-Bakirov, Probab. Theory Relat. Fields 126 (2003) 184). As E is estimated, Student's quantile takes
-the place of the normal one. By the triangle inequality, distance > tolerance + t · sqrt(E) has at
-most this chance for traffic within the tolerance: the distance that serving in the recipe's formats
-makes by itself, since a calibration is counted without rounding.
+*Distribution.* A tensor's magnitudes are binned into cells with equal shares of the calibration's
+counts, and one cell beyond its largest. Square roots of the shares, of all tensors joined, are a
+point; the distance of two points is Hellinger's. Tokens of a prompt are not independent, but
+windows of traffic nearly are, and so are the spans of samples that a calibration keeps apart. Their
+scatter gives E, the expected squared noise of both means. The square of Gaussian noise of any
+covariance exceeds t²·E with at most the probability that one squared normal exceeds t², for
+t² > 1.54 (Székely and Bakirov, Probab. Theory Relat. Fields 126 (2003) 184). E is estimated, so t
+is Student's. By the triangle inequality, the distance measured of traffic within a tolerance is
+above tolerance + t · sqrt(E) with at most this probability. The tolerance is the distance caused by
+serving in the recipe's formats, because a calibration counts activations that are not rounded.
 
-*Error.* A histogram gives the exact error of a stored scale. A scale no longer fits if the error
-under it is, with confidence, over `GAIN_DB` larger than under one derived from the live counts.
-Windows are the independent samples. Both rules, and the tensors of the second, share the chance.
+*Error.* A histogram gives the exact error of a stored scale. A scale no longer fits if its error
+is, with confidence, over `GAIN_DB` larger than that of a scale derived from the live counts.
+Windows are the independent samples. The probability of a false alarm is divided between both rules,
+and between the tensors of the second.
 """
 
 import math
@@ -47,7 +48,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TensorDrift:
-    """One observed tensor, in the calibration (then) and in live traffic (now).
+    """One observed tensor, in the calibration ("then") and in live traffic ("now").
 
     `distance` is Hellinger's, 0 to 1. Errors are relative squared errors under the stored scale;
     `reachable` is the error now under a scale derived from the live counts. They and the shares are
@@ -86,23 +87,24 @@ class Drift:
     """The comparison. The calibration no longer holds if `drifted`."""
 
     windows: int
-    tokens: int  # live ones that were counted
+    tokens: int  # number of live tokens that were counted
     began: float  # seconds since 1970
     ended: float
     false_alarms: float
-    distance: float  # of all tensors together
-    noise: float  # the part of the limit that more tokens make smaller
-    tolerance: float
+    distance: float  # Hellinger distance of all tensors together
+    noise: float  # part of the limit that falls with the number of tokens
+    tolerance: float  # part of the limit that serving in the recipe's formats may take
     tensors: Mapping[str, TensorDrift]
     uncounted: tuple[str, ...]  # tensors of the calibration that were not counted
 
     @property
     def limit(self) -> float:
+        """The distance above which the distribution has changed."""
         return self.tolerance + self.noise
 
     @property
     def changed(self) -> bool:
-        """True if the distribution is another than the calibration's."""
+        """True if the distribution differs from the calibration's by more than the limit."""
         return self.distance > self.limit
 
     @property
@@ -172,7 +174,7 @@ def compare_live(
             f" to judge, {_FEWEST_WINDOWS} are needed: wait, or let the server count more steps"
         )
     used = scales_in_use(calibration.observations, calibration.scales)
-    level = 1 - false_alarms / 2 / max(1, len(used))  # of the error of one tensor
+    level = 1 - false_alarms / 2 / max(1, len(used))  # confidence for the error of one tensor
     tensors: dict[str, TensorDrift] = {}
     points: list[tuple[Floats, Floats]] = []  # of each tensor: [spans, cells], [windows, cells]
     spans = np.zeros(1)
@@ -184,7 +186,7 @@ def compare_live(
         edges = _edges(then.sum(axis=0))
         points.append((_embed(then, edges), _embed(now, edges)))
         weights = then.sum(axis=1).astype(np.float64)
-        # Experts share a layer's tokens; the tensor with the most counts had all of them.
+        # An expert sees only some of a layer's tokens; the tensor with the most counts saw all.
         spans = weights if weights.sum() > spans.sum() else spans
         means = _Parts(points[-1][0], weights).mean, _Parts(points[-1][1], tokens).mean
         tensors[name] = _compare(
@@ -229,7 +231,7 @@ def _edges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def _embed(counts: NDArray[np.int64], edges: NDArray[np.int64]) -> Floats:
     """Returns the points [parts, cells] of `counts` [parts, 32768], whose distance is Hellinger's.
 
-    A part without counts gets the point of all parts: it knows nothing.
+    A part without counts gets the point of all parts together, so that it adds no distance.
     """
     cells = np.add.reduceat(counts, edges, axis=1).astype(np.float64)
     cells = np.where(cells.any(axis=1, keepdims=True), cells, cells.sum(axis=0))
@@ -241,18 +243,19 @@ def _distance(one: Floats, other: Floats) -> float:
 
 
 def _noise(origin: _Parts, live: _Parts, chance: float) -> float:
-    """Returns what the noise of both means exceeds with a chance of at most `chance`."""
+    """Returns the distance that noise of both means exceeds with a probability of `chance`."""
     parts = [origin.noise, live.noise]
-    # Scatter in r directions tells r times as much. Few spans cannot show r: the windows do.
-    known = [live.rank * (len(x.tokens) - 1) for x in (origin, live)]
+    # Scatter in r directions has r times the degrees of freedom. Spans are too few to estimate r.
+    freedom = [live.rank * (len(x.tokens) - 1) for x in (origin, live)]
     expected = sum(parts)
     if expected == 0:
         return 0.0
-    degrees = expected**2 / sum(x**2 / n for x, n in zip(parts, known, strict=True))  # Welch's
+    degrees = expected**2 / sum(x**2 / n for x, n in zip(parts, freedom, strict=True))  # Welch's
     return t_quantile(1 - chance / 2, max(1, int(degrees))) * math.sqrt(expected)
 
 
 def _tolerance(recipe: Recipe) -> float:
+    """Returns the distance that serving in the recipe's coarsest format causes."""
     schemes = [recipe.weights, recipe.activations, *(x.weights for x in recipe.overrides)]
     return max((_TOLERANCES[x.format] for x in schemes if x is not None), default=0.005)
 
@@ -289,7 +292,7 @@ def _compare(
     )
     factor = 10 ** (GAIN_DB / 10)
     misfit = after.noise > factor * reachable.noise
-    if misfit:  # on average: but does it hold in most windows, or because of one prompt?
+    if misfit:  # on average; the interval over windows excludes that a few prompts are the cause
         windows = [Histogram(row, counts.code_dtype) for row in counts.now]
         excess = [effect(x, fmt, scale).noise - factor * effect(x, fmt, new).noise for x in windows]
         found = moments(np.array(excess), np.array([float(x.total) for x in windows]))

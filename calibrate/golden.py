@@ -39,11 +39,11 @@ TOP = 20
 # By type of device. A larger batch does not fill a CPU any better, but needs more padding.
 _TOGETHER = {"cpu": 8, "cuda": 64}  # prompts of similar lengths that are continued in one batch
 _FEWEST = 8  # prompts that are continued together, however much memory their cache takes
-_PREFILLED = {"cpu": 0, "cuda": 2048}  # tokens of prompts that run together, with padding
-_LEAST = {"cpu": 64, "cuda": 2048}  # tokens that take about as long as a batch of fewer
+_PREFILLED = {"cpu": 0, "cuda": 2048}  # padded tokens of prompts that are prefilled together
+_LEAST = {"cpu": 64, "cuda": 2048}  # tokens; a smaller batch takes about as long
 _LOGITS_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}  # of float64 logits of prompts at a time
-_CACHE_BYTES = 1 << 30  # keys and values held at a time, or a GPU's free memory but for
-_WORKING = 0.5  # this share of it
+_CACHE_BYTES = 1 << 30  # of keys and values at a time on a CPU
+_WORKING = 0.5  # share of a GPU's free memory that is left to other things than keys and values
 
 
 def golden_set(
@@ -91,7 +91,10 @@ def golden_set(
 
 
 def described(golden: GoldenSet, scope: Scope, lists: Collection[int]) -> GoldenSet:
-    """Adds what prompts could cover; those in `lists`, which are no text, lose their likelihood."""
+    """Adds the `scope` of the prompts, and removes the likelihood of those that are lists of ids.
+
+    `lists` has the numbers of the latter: a list of token ids is not text.
+    """
     records = tuple(
         record.model_copy(update={"prompt_nll": None}) if number in lists else record
         for number, record in enumerate(golden.records)
@@ -100,7 +103,7 @@ def described(golden: GoldenSet, scope: Scope, lists: Collection[int]) -> Golden
 
 
 def examined(golden: GoldenSet) -> str:
-    """Says what the golden prompts examine, and what those of a short admission do."""
+    """Describes what the golden prompts examine, and what the first prompts of an admission do."""
     whole = coverage(golden, range(len(golden.records)))
     few = fault_records(golden)
     first = coverage(golden, few)
@@ -139,7 +142,10 @@ class _Group:
         return np.packbits(self.reached[row]).tobytes().hex()
 
     def reach(self, rows: torch.Tensor, index: int, chosen: torch.Tensor) -> None:
-        """Records the experts of layer `index` chosen for tokens, with padding, of prompts."""
+        """Records the experts that layer `index` chose for the tokens of the prompts `rows`.
+
+        `chosen` has an entry for each token, padding included.
+        """
         for row, experts in zip(
             rows.tolist(), chosen.cpu().view(len(rows), -1, chosen.shape[-1]), strict=True
         ):

@@ -68,7 +68,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
     there and writes the same bytes.
 
     Raises a subclass of OctetError for anything that the user can correct, and leaves `out`
-    unchanged. One of them is GateError, if the recipe costs more than the gate allows: the evidence
+    unchanged. GateError means that the recipe costs more than the accuracy gate allows: its report
     is then in `<out>.refused`, and the next call continues without observing. Of the processes that
     torchrun starts, the first writes `out`; the others return None.
     """
@@ -85,7 +85,7 @@ def run(options: Options, *, console: Console | None = None) -> Calibration | No
         weights = LayerWeights(checkpoint, device, say=partial(_say, shown))
         job = Job(options, checkpoint, inputs, dtype, device, weights, group, shown)
         _announce(job, resumed)
-        check_finite(checkpoint, shown, group)  # hashes the files, which names the steps below
+        check_finite(checkpoint, shown, group)  # also hashes the files, on which the steps depend
         steps = _steps(job)
         changed = _changed(job, steps)
         golden, changed, solved, seconds = _observe(job, changed, steps)
@@ -169,10 +169,10 @@ def _say(console: Console | None, line: str) -> None:
 def _changed(job: Job, steps: Steps) -> ChangedModel:
     """Changes the weights if an algorithm is wanted."""
     if job.options.algorithm != "auto":
-        return _changed_by(job, steps, job.options.algorithm, "algorithm")
+        return _apply_algorithm(job, steps, job.options.algorithm, "algorithm")
 
     def change(name: str) -> ChangedModel:
-        return _changed_by(job, steps, None if name == UNCHANGED else name, name)
+        return _apply_algorithm(job, steps, None if name == UNCHANGED else name, name)
 
     def quantize(plain: Job, changed: ChangedModel) -> Quantization:
         observed, _ = _count(plain, changed, plain.group)
@@ -182,7 +182,7 @@ def _changed(job: Job, steps: Steps) -> ChangedModel:
     return choose_algorithm(job, steps, change, quantize)
 
 
-def _changed_by(job: Job, steps: Steps, algorithm: str | None, directory: str) -> ChangedModel:
+def _apply_algorithm(job: Job, steps: Steps, algorithm: str | None, directory: str) -> ChangedModel:
     options, training = job.options, job.options.training
     return changed_model(
         job.checkpoint,
@@ -209,7 +209,7 @@ def _settings(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Solved:
-    """The folded model, its activation counts, and the scales: what rank 0 has of them."""
+    """What rank 0 derives: the model with folded cache scales, its counts, and the scales."""
 
     folding: Folding
     changed: ChangedModel
@@ -222,8 +222,8 @@ def _observe(
 ) -> tuple[GoldenSet, ChangedModel, Solved | None, float]:
     """Computes golden records, counts activations and derives the scales.
 
-    Returns the golden records; the model with folded cache scales, which everything after sees; on
-    rank 0 what it derived; and the seconds of counting.
+    Returns the golden records; the model with folded cache scales, for all later steps; what rank 0
+    derived (None on other ranks); and the seconds of counting.
 
     If there are several ranks, the last one computes the golden records, and counts nothing, while
     the others count. Scales that need no run of the model are derived meanwhile, too.
@@ -252,7 +252,8 @@ def _observe(
         if apart and not job.options.measures:
             solved = solved_by_first(observed)
         if golden is None and (observers is None or not apart):
-            golden = _golden_records(job)  # kept at once: another rank may fail or be stopped
+            golden = _golden_records(job)
+            # Kept before ranks wait for each other: another one may fail or be stopped.
             steps.keep("golden", inputs, text=golden.model_dump_json(), arrays={})
         return golden, observed, solved
 
@@ -270,7 +271,7 @@ def _observe(
 def _count(job: Job, changed: ChangedModel, observers: Group) -> tuple[Observed, float]:
     """Counts activations, as one of `observers`; also returns the seconds that it took."""
     options, plan = job.options, job.inputs.plan
-    make_counter(job.device, 1).close()  # compiles now: the timing below is of counting alone
+    make_counter(job.device, 1).close()  # compiles now, so that the timing is of counting alone
     with progress_bar(job.console, "Calibrating", plan.tokens) as advance:
         started = time.perf_counter()
         observed = observe_checkpoint(
@@ -334,7 +335,7 @@ def _folded(changed: ChangedModel, folding: Folding) -> ChangedModel:
 
 
 def _steps(job: Job) -> Steps:
-    """Returns what keeps finished steps until the artifact is written."""
+    """Returns the store of finished steps, which lasts until the artifact is written."""
     directory = job.options.progress / "steps"
     if job.options.restart:
         job.group.on_first(partial(shutil.rmtree, directory, ignore_errors=True))
@@ -415,7 +416,7 @@ def _write(
     report: Report,
     prediction: Prediction | None,
 ) -> Calibration:
-    """Writes the artifact, and removes the work that was kept to resume from."""
+    """Writes the artifact, and removes the work that was kept for a continued run."""
     options, solution = job.options, solved.solution
     changed, observed = solved.changed, solved.observed
     details: dict[str, Any] = {

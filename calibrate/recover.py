@@ -37,7 +37,7 @@ from calibrate.journal.identity import digest_of_batches
 from calibrate.journal.steps import Steps
 from calibrate.options import Training
 from calibrate.quality.divergence import Reference, Sums, evaluation_batches
-from calibrate.recover_layers import Trained, train_layers
+from calibrate.recover_layers import Trained, TrainingRun, train_layers
 from calibrate.report.summary import divergence_text
 from calibrate.samples.batches import Batch, real
 from calibrate.simulate.model import simulate
@@ -51,11 +51,11 @@ from octet.storage.tensors import PendingTensor
 
 __all__ = ["recover"]
 
-_HELD_OUT = 16_384  # tokens that the result is judged on, at least
-_KEPT_S = 60.0  # between two states of the training that an interrupted run continues from
+_HELD_OUT = 16_384  # held-out tokens that the result is judged on, at least
+_KEEP_EVERY_S = 60.0  # how often the state is kept, from which an interrupted run continues
 _ELEMENTS = 1 << 22  # logits at a time
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each parameter
-_STEP = "training"  # the name of that state
+_STATE = "training"  # name under which the state of the training is kept
 _WHOLE, _LAYERS = "whole model", "layer by layer"
 
 
@@ -79,8 +79,8 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     method = group.on_first(partial(kept.once, "method", str, partial(_method, job, training)))
     if method == _LAYERS and job.console is not None:
         job.console.print("the whole model does not fit in memory: training layer by layer")
-    train = train_layers if method == _LAYERS else _train_whole
-    trained = train(job, training, start, origin.scales, held_out, kept)
+    run = TrainingRun(job, training, start, origin.scales, held_out, kept)
+    trained = train_layers(run) if method == _LAYERS else _train_whole(run)
     before, after = (_together(group, sums) for sums in (trained.before, trained.after))
     less = interval(before.kl - after.kl, before.tokens)
     result: dict[str, Any] = {
@@ -93,11 +93,9 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     if job.console is not None:
         job.console.print(f"held-out divergence: {divergence_text(result)}", highlight=False)
     group.agree(None if less.low > 0 else _no_better(job, _mean(before), _mean(after)))
-    suffixes = (".weight_scale", ".weight_global_scale")
-    grid = {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}
     return Changed(
         {name: _pending(start, name) for name in start.changed} | dict(trained.tensors),
-        {**grid, **trained.scales},
+        {**origin.weight_scales, **trained.scales},
         {
             **training.settings,
             "calibration": origin.manifest.identity,
@@ -137,33 +135,23 @@ def _mean(sums: Sums) -> float:
     return float(sums.kl.sum() / sums.tokens.sum())
 
 
-def _train_whole(
-    job: Job,
-    training: Training,
-    start: Checkpoint,
-    scales: Scales,
-    held_out: Sequence[Batch],
-    kept: Steps,
-) -> Trained:
+def _train_whole(run: TrainingRun) -> Trained:
     """Trains all layers together, on the divergence of next-token distributions."""
-    spec, recipe, group = start.spec, job.options.recipe, job.group
-    mine, judged = (
-        batches[group.rank :: group.world] for batches in (job.inputs.plan.batches, held_out)
-    )
+    job, spec, recipe = run.job, run.start.spec, run.job.options.recipe
+    batches, held_out = run.own_batches()
     model = load_model(job.checkpoint, "float32").to(job.device)
-    with progress_bar(job.console, "Teacher", sum(x.tokens for x in mine)) as advance:
-        teacher = Reference(model, spec, mine, advance=advance)
-    reference = Reference(model, spec, judged)
+    with progress_bar(job.console, "Teacher", sum(x.tokens for x in batches)) as advance:
+        teacher = Reference(model, spec, batches, advance=advance)
+    reference = Reference(model, spec, held_out)
 
     def measured(scales: Scales) -> Sums | None:
         with simulate(model, spec, recipe, scales):
-            return reference.tally().sums() if judged else None
+            return reference.tally().sums() if held_out else None
 
-    apply_changes(model, start)
-    before = group.attempt(partial(measured, scales))
-    steps = math.ceil(len(job.inputs.plan.batches) / group.world)  # of an epoch
-    with closing(Student(model, spec, recipe, scales, training.train)) as student:
-        losses = _train(student, teacher, training, steps, kept, job)
+    apply_changes(model, run.start)
+    before = job.group.attempt(partial(measured, run.scales))
+    with closing(Student(model, spec, recipe, run.scales, run.training.train)) as student:
+        losses = _train(run, student, teacher)
         with torch.no_grad():
             served, moved = student.served(), student.scales()
     tensors = {}
@@ -172,12 +160,14 @@ def _train_whole(
         tensors[name] = in_stored_dtype(value.detach().cpu().numpy(), dtype)
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.from_numpy(tensors[name].float32()))
-    after = group.attempt(partial(measured, {**scales, **moved}))
-    return Trained(tensors, moved, before, after, _by_epoch(losses, steps), len(losses))
+    after = job.group.attempt(partial(measured, {**run.scales, **moved}))
+    means = _epoch_means(losses, run.steps_per_epoch)
+    return Trained(tensors, moved, before, after, means, len(losses))
 
 
-def _by_epoch(losses: Sequence[float], batches: int) -> list[float]:
-    epochs = [losses[start : start + batches] for start in range(0, len(losses), batches)]
+def _epoch_means(losses: Sequence[float], steps: int) -> list[float]:
+    """Returns the mean loss of each epoch of `steps`."""
+    epochs = [losses[start : start + steps] for start in range(0, len(losses), steps)]
     return [sum(epoch) / len(epoch) for epoch in epochs]
 
 
@@ -197,11 +187,11 @@ def _method(job: Job, training: Training) -> str:
     tokens = max(batch.token_ids.numel() for batch in job.inputs.plan.batches)
     activations = tokens * (12 * spec.hidden_size + 6 * spec.intermediate_size)
     text = math.ceil(job.inputs.plan.tokens / group.world) * spec.hidden_size
-    # Of a weight: its rounded value, and if it is trained itself, its gradient, two moments and a
-    # copy. Where scales are trained: the derivative by the scale, and a third of that in moments.
+    # For each weight: its rounded value; if weights are trained, also a gradient, two moments and a
+    # copy; if scales are trained, the derivative by the scale, and a third of that in moments.
     values = 1 + 4 * ("weights" in training.train) + 2 * ("scales" in training.train)
     whole = model + values * sum(linears) + activations * spec.layers + text
-    # The teacher's layer, the student's, and what is computed from one weight at a time.
+    # Layer by layer: the teacher's layer, the student's, and temporaries of one weight at a time.
     layer = (3 + values) * max(linears) + activations
     if job.options.spill is None and job.device.type == "cpu":
         held_out = min(_HELD_OUT, sum(batch.tokens for batch in job.inputs.evaluation))
@@ -225,28 +215,28 @@ def _method(job: Job, training: Training) -> str:
     )
 
 
-def _train(
-    student: Student, teacher: Reference, training: Training, steps: int, kept: Steps, job: Job
-) -> list[float]:
-    """Trains for all epochs of `steps`, and returns the loss of each step, in nats per token.
+def _train(run: TrainingRun, student: Student, teacher: Reference) -> list[float]:
+    """Trains for all epochs, and returns the loss of each step, in nats per token.
 
-    Continues from the state in `kept`, if there is one, to the same bits.
+    Continues from the state in `run.kept`, if there is one, to the same bits.
     """
-    batches, group, total = teacher.batches, job.group, training.epochs * steps
+    batches, group, kept = teacher.batches, run.job.group, run.kept
+    epochs, steps = run.training.epochs, run.steps_per_epoch
+    total = epochs * steps
     losses: list[float] = json.loads(group.on_first(partial(_losses, kept)))
     parameters = list(student.trained.values())
-    descent = Descent(parameters, training.rate, total, group, done=len(losses))
+    descent = Descent(parameters, run.training.rate, total, group, done=len(losses))
     if losses:
         group.attempt(partial(_load, student, descent.optimizer, len(losses), kept))
-    tokens = training.epochs * sum(batch.tokens for batch in batches)
-    with progress_bar(job.console, "Training", tokens) as advance:
+    tokens = epochs * sum(batch.tokens for batch in batches)
+    with progress_bar(run.job.console, "Training", tokens) as advance:
         saved = time.monotonic()
-        for epoch in range(training.epochs):
+        for epoch in range(epochs):
             for place, at in enumerate(order(epoch, len(batches), steps), start=epoch * steps):
                 count = 0 if at is None else batches[at].tokens
                 if place >= len(losses):
                     losses.append(descent.step(partial(_backward, student, teacher, at), count))
-                    due = time.monotonic() - saved > _KEPT_S or len(losses) == total
+                    due = time.monotonic() - saved > _KEEP_EVERY_S or len(losses) == total
                     if due and group.rank == 0:
                         _keep(student, descent.optimizer, losses, kept)
                         saved = time.monotonic()
@@ -282,23 +272,24 @@ def backward(states: Tensor, batch: Batch, teacher: Tensor, head: Tensor) -> flo
 
 
 def _keep(student: Student, optimizer: Adam, losses: Sequence[float], kept: Steps) -> None:
+    """Keeps parameters, the optimizer's moments and the losses, to continue from."""
     arrays: dict[str, NDArray[np.float32]] = {}
     for name, parameter in student.trained.items():
         state = optimizer.state[parameter]
         values = {"value": parameter.detach(), **{key: state[key] for key in _MOMENTS}}
         arrays |= {f"{name}.{key}": value.cpu().numpy() for key, value in values.items()}
-    kept.keep(_STEP, text=json.dumps(losses), arrays=arrays)
+    kept.keep(_STATE, text=json.dumps(losses), arrays=arrays)
 
 
 def _losses(kept: Steps) -> str:
-    """Returns the losses until the state that `_keep` kept, as JSON."""
-    found = kept.load(_STEP)
+    """Returns the losses of the steps before the kept state, as JSON; [] if none is kept."""
+    found = kept.load(_STATE)
     return "[]" if found is None else found[0]
 
 
 def _load(student: Student, optimizer: Adam, done: int, kept: Steps) -> None:
     """Restores the state that `_keep` kept after `done` steps."""
-    found = kept.load(_STEP)
+    found = kept.load(_STATE)
     if found is None:
         raise ArtifactError(
             "a process does not find the state of the training that process 0 has kept: name an"

@@ -49,10 +49,36 @@ from octet.progress import progress_bar
 from octet.storage.tensors import PendingTensor
 from octet.storage.tensors import Tensor as StoredTensor
 
-__all__ = ["Trained", "backward", "train_layers"]
+__all__ = ["Trained", "TrainingRun", "backward", "train_layers"]
 
-_LOGITS = 1 << 25  # at a time
-_LEAST = 1e-12  # mean square of a hidden state, in the loss
+_LOGITS = 1 << 25  # logits at a time
+_LEAST = 1e-12  # of the mean square of a hidden state, by which the loss divides
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What a training starts from; the ranks of the job's group share its batches.
+
+    `start` is the checkpoint with the weights of the calibration, and `scales` are the
+    calibration's. `kept` holds finished work, from which a killed run continues.
+    """
+
+    job: Job
+    training: Training
+    start: Checkpoint
+    scales: Scales
+    held_out: Sequence[Batch]
+    kept: Steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The steps that the rank with the most batches takes."""
+        return math.ceil(len(self.job.inputs.plan.batches) / self.job.group.world)
+
+    def own_batches(self) -> tuple[Sequence[Batch], Sequence[Batch]]:
+        """Returns this rank's share of the batches to train on, and of the held-out ones."""
+        rank, world = self.job.group.rank, self.job.group.world
+        return self.job.inputs.plan.batches[rank::world], self.held_out[rank::world]
 
 
 @dataclass(frozen=True)
@@ -61,7 +87,7 @@ class Trained:
 
     `scales` are the weight scales that were trained, by their names in a calibration. `before` and
     `after` compare the student with the unquantized model on this rank's held-out text; None if it
-    has none. `loss` is the mean of each epoch, for a training by layers of each layer's.
+    has none. `loss` is the mean of each epoch or, layer by layer, a list of these for each layer.
     """
 
     tensors: Mapping[str, StoredTensor | PendingTensor]
@@ -72,21 +98,13 @@ class Trained:
     steps: int
 
 
-def train_layers(
-    job: Job,
-    training: Training,
-    start: Checkpoint,
-    scales: Scales,
-    held_out: Sequence[Batch],
-    kept: Steps,
-) -> Trained:
-    """Trains each layer of `start`, and keeps it in `kept`, from which a killed run continues.
+def train_layers(run: TrainingRun) -> Trained:
+    """Trains one layer after the other, and keeps each in `run.kept`.
 
-    The ranks of the job's group share the batches, and the `held_out` ones. Raises NumericsError if
-    a loss is not finite.
+    Raises NumericsError if a loss is not finite.
     """
     with ExitStack() as stack:
-        return _Training(job, training, start, scales, held_out, kept, stack).run()
+        return _LayerTrainer(run, stack).train()
 
 
 class _Hidden:
@@ -105,31 +123,18 @@ class _Hidden:
         self._entering = self._kept
 
 
-class _Training:
-    """One pass over the layers."""
+class _LayerTrainer:
+    """Trains all layers in one pass over them; `stack` closes files of hidden states."""
 
-    def __init__(
-        self,
-        job: Job,
-        training: Training,
-        start: Checkpoint,
-        scales: Scales,
-        held_out: Sequence[Batch],
-        kept: Steps,
-        stack: ExitStack,
-    ) -> None:
-        self._job, self._training, self._scales = job, training, scales
-        self._start, self._kept, self._group = start, kept, job.group
-        self._spec, self._recipe = start.spec, job.options.recipe
+    def __init__(self, run: TrainingRun, stack: ExitStack) -> None:
+        job, start = run.job, run.start
+        self._run, self._job, self._training, self._start = run, job, run.training, start
+        self._group, self._spec = job.group, start.spec
         self._teacher, self._student = (
             LayeredModel(x, "float32", job.device, LayerWeights(x, job.device, room=0))
             for x in (job.checkpoint, start)
         )
-        every = job.inputs.plan.batches
-        self._steps = math.ceil(len(every) / self._group.world)  # of an epoch
-        mine, judged = (
-            batches[self._group.rank :: self._group.world] for batches in (every, held_out)
-        )
+        batches, held_out = run.own_batches()
 
         def hidden(model: LayeredModel, batches: Sequence[Batch]) -> _Hidden:
             entering = Embedded(model, batches)
@@ -138,12 +143,12 @@ class _Training:
             directory = self._group.attempt(partial(temporary, job.options.spill, stack))
             return _Hidden(batches, entering, ActivationFiles(directory, model, batches))
 
-        self._target, self._input = hidden(self._teacher, mine), hidden(self._student, mine)
-        self._reference = hidden(self._teacher, judged)
+        self._target, self._input = hidden(self._teacher, batches), hidden(self._student, batches)
+        self._reference = hidden(self._teacher, held_out)
         self._opened: tuple[int, dict[str, NDArray[Any]]] | None = None
-        self._before, self._after = (hidden(self._student, judged) for _ in range(2))
+        self._before, self._after = (hidden(self._student, held_out) for _ in range(2))
 
-    def run(self) -> Trained:
+    def train(self) -> Trained:
         tensors: dict[str, StoredTensor | PendingTensor] = {}
         scales: dict[str, NDArray[np.float32]] = {}
         losses: list[list[float]] = []
@@ -162,7 +167,7 @@ class _Training:
         before, after = self._group.attempt(
             lambda: (self._sums(self._before), self._sums(self._after))
         )
-        steps = self._spec.layers * self._training.epochs * self._steps
+        steps = self._spec.layers * self._training.epochs * self._run.steps_per_epoch
         return Trained(tensors, scales, before, after, losses, steps)
 
     def _layer(
@@ -174,13 +179,17 @@ class _Training:
         scales, both by name.
         """
         tokens = sum(batch.tokens for batch in self._input.batches)
-        self._through(partial(self._teacher.forward, cache=None), self._target, self._reference)
+        self._advance(partial(self._teacher.forward, cache=None), self._target, self._reference)
         student = Student(
-            *(self._student.module, self._spec, self._recipe, self._scales, self._training.train),
+            self._student.module,
+            self._spec,
+            self._job.options.recipe,
+            self._run.scales,
+            self._training.train,
             layers=range(index, index + 1),
         )
         with closing(student):
-            self._through(self._with(student.served), self._before)
+            self._advance(self._student_forward(student.served), self._before)
             text = self._group.on_first(partial(self._finished, index))
             if text is None:
                 losses = self._train(student, index, advance)
@@ -191,7 +200,7 @@ class _Training:
                 arrays = scales | {name: x.codes for name, x in stored.items()}
                 text = json.dumps(losses)
                 self._group.on_first(
-                    partial(self._kept.keep, _name(index), text=text, arrays=arrays)
+                    partial(self._run.kept.keep, _name(index), text=text, arrays=arrays)
                 )
             else:
                 losses = json.loads(text)
@@ -209,7 +218,7 @@ class _Training:
             }
             last = index + 1 == self._spec.layers
             following = [self._after] if last else [self._after, self._input]
-            self._through(self._with(lambda: values), *following)
+            self._advance(self._student_forward(lambda: values), *following)
         advance(tokens)
         return losses, {name: x.shape for name, x in stored.items()}, scales
 
@@ -218,14 +227,14 @@ class _Training:
         descent = Descent(
             list(student.trained.values()),
             self._training.rate,
-            epochs * self._steps,
+            epochs * self._run.steps_per_epoch,
             self._group,
             where=f" of layer {index}",
         )
         losses = []
         for epoch in range(epochs):
             found = []
-            for at in order(epoch, len(batches), self._steps):
+            for at in order(epoch, len(batches), self._run.steps_per_epoch):
                 tokens = 0 if at is None else batches[at].tokens
                 found.append(descent.step(partial(self._backward, student, at), tokens))
                 advance(tokens)
@@ -238,14 +247,18 @@ class _Training:
         states = self._student.differentiable(self._input.read(at), student.served())
         return backward(real(states, batch), real(self._target.read(at), batch))
 
-    def _through(self, forward: Callable[[Tensor], Tensor], *all_hidden: _Hidden) -> None:
+    def _advance(self, forward: Callable[[Tensor], Tensor], *all_hidden: _Hidden) -> None:
+        """Runs hidden states through the layer; an error of any rank stops all."""
+
         def work() -> None:
             for hidden in all_hidden:
                 hidden.advance(forward)
 
         self._group.attempt(work)
 
-    def _with(self, served: Callable[[], Mapping[str, Tensor]]) -> Callable[[Tensor], Tensor]:
+    def _student_forward(
+        self, served: Callable[[], Mapping[str, Tensor]]
+    ) -> Callable[[Tensor], Tensor]:
         """Returns the forward pass of the student's layer with the parameters `served`."""
         with torch.no_grad():
             parameters = served()
@@ -260,13 +273,14 @@ class _Training:
         return in_stored_dtype(value.detach().cpu().numpy(), self._start.dtype(name))
 
     def _finished(self, index: int) -> str | None:
-        found = self._kept.load(_name(index))
+        """Returns the losses of a layer that an earlier run trained, as JSON."""
+        found = self._run.kept.load(_name(index))
         return None if found is None else found[0]
 
     def _load(self, index: int) -> dict[str, NDArray[Any]]:
-        """Returns the codes of a finished layer's tensors; the last ones stay open."""
+        """Returns the codes of a finished layer's tensors; holds those of one layer at a time."""
         if self._opened is None or self._opened[0] != index:
-            found = self._kept.load(_name(index))
+            found = self._run.kept.load(_name(index))
             if found is None:
                 raise ArtifactError(
                     f"{self._job.options.progress}: process {self._group.rank} does not find layer"
@@ -280,7 +294,7 @@ class _Training:
 
     @torch.no_grad()
     def _sums(self, student: _Hidden) -> Sums | None:
-        """Compares the `student` with the unquantized model, behind the last layer."""
+        """Compares the logits of the `student` and the unquantized model on held-out text."""
         tally, at_once = Tally(), max(1, _LOGITS // self._spec.vocab_size)
         for index, batch in enumerate(student.batches):
             both = [real(x.read(index), batch) for x in (self._reference, student)]
@@ -312,4 +326,5 @@ def backward(states: Tensor, teacher: Tensor) -> float:
 
 
 def _name(index: int) -> str:
+    """Returns the name under which a trained layer is kept."""
     return f"layer-{index}"

@@ -53,7 +53,7 @@ from octet.storage.files import MAX_JSON_BYTES, read_object
 
 __all__ = ["rescale"]
 
-_SPANS = 8  # of live windows
+_SPANS = 8  # of consecutive live windows, whose counts are kept apart
 _LEAST_TOKENS = 4096
 _MEASURED = (
     "sensitivity",
@@ -202,7 +202,8 @@ class _Live(Mapping[str, NDArray[np.int64]]):
         counted = frozenset[str]().union(*(window.names for window in windows))
         self._uncounted = [name for name in origin.observations if name not in counted]
         self._origin = origin
-        # Each span is of one time: neighbours within a conversation would make spans look alike.
+        # Each span holds consecutive windows. If windows were dealt out in turn, parts of one
+        # conversation would be in all spans, which would hide how much traffic varies.
         starts = [len(windows) * index // _SPANS for index in range(_SPANS + 1)]
         self._spans = [windows[start:end] for start, end in pairwise(starts)]
 
@@ -248,11 +249,11 @@ def _as_calibrated(checkpoint: Checkpoint, origin: Calibration) -> Checkpoint:
 
 
 def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32]]:
-    """Returns the weight scales that GPTQ or recover fitted the weights to; no others fit them.
+    """Returns the weight scales that GPTQ or recover fitted the weights to, which have to stay.
 
-    Returns {} for the other algorithms. AWQ chose weights that one recipe rounds well, and their
-    scales can be derived again. SmoothQuant's weights compute the same function as before and suit
-    any recipe. Raises ConfigError if the weights were fitted to another recipe.
+    Returns {} for other algorithms, after which scales can be derived again. SmoothQuant's weights
+    suit any recipe, because the model computes what it did before. Raises ConfigError if any other
+    algorithm fitted the weights to another recipe.
     """
     algorithm = (origin.manifest.details.get("algorithm") or {}).get("name")
     if algorithm in (None, "smoothquant"):
@@ -266,8 +267,7 @@ def _fitted(origin: Calibration, recipe: Recipe) -> dict[str, NDArray[np.float32
         )
     if algorithm == "awq":
         return {}
-    suffixes = (".weight_scale", ".weight_global_scale")
-    return {name: scale for name, scale in origin.scales.items() if name.endswith(suffixes)}
+    return origin.weight_scales
 
 
 def _convergence(

@@ -83,7 +83,7 @@ def _kernel(fmt: str) -> Kernel | None:
     kernel: Kernel
     try:
         kernel = numba.njit(function, cache=True, **options)
-    except RuntimeError:  # neither our folder nor the user's cache is writable
+    except RuntimeError:  # neither Octet's folder nor the user's cache is writable
         kernel = numba.njit(function, **options)
     return kernel
 

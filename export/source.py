@@ -39,7 +39,7 @@ class Source:
     calibration: Calibration
     checkpoint: Checkpoint
     kv_cache: KvCacheDtype
-    # Size, time and inode of each file that is read later, taken before it was hashed.
+    # Size, time and inode of each file that is read later, recorded before it was hashed.
     stamps: Mapping[Path, "_Stamp"] = field(default_factory=dict)
 
     @classmethod
@@ -76,7 +76,7 @@ class Source:
             stamps,
         )
         source._check_scales()
-        _ = opened.golden  # copied to every export, and refused here if it is not one
+        _ = opened.golden  # raises ArtifactError if they are invalid: every export copies them
         return source
 
     def require_unaltered(self) -> None:
@@ -105,6 +105,16 @@ class Source:
         """Returns the schemes of weights and activations; None if it stays in full precision."""
         return self.recipe.scheme_of(linear.name)
 
+    def quantized_schemes(self, linear: Linear) -> tuple[TensorScheme, TensorScheme]:
+        """Returns the schemes of weights and activations of a linear that the recipe quantizes.
+
+        Raises ValueError for any other linear.
+        """
+        schemes = self.schemes(linear)
+        if schemes is None:
+            raise ValueError(f"recipe {self.recipe.name} does not quantize {linear.name}")
+        return schemes
+
     def quantizes(self, linear: Linear) -> bool:
         return self.schemes(linear) is not None
 
@@ -114,9 +124,7 @@ class Source:
 
     def weight_codes(self, linear: Linear) -> npt.NDArray[np.uint8]:
         """Returns E4M3 [N, K], or E2M1 [N, K/2]: two a byte, the even column in the low half."""
-        name, schemes = f"{linear.name}.weight", self.schemes(linear)
-        if schemes is None:
-            raise ValueError(f"recipe {self.recipe.name} does not quantize {linear.name}")
+        name, schemes = f"{linear.name}.weight", self.quantized_schemes(linear)
         scale, shared = self.weight_scale(linear), self.weight_global_scale(linear)
         if (blocks := self.blocks_of(linear)) is not None:
             codes: npt.NDArray[np.uint8] = blocks[0].codes
@@ -124,10 +132,10 @@ class Source:
         return weight_codes(self.checkpoint.read(name), scale, shared, schemes[0], name=name)
 
     def blocks_of(self, linear: Linear) -> tuple[Tensor, Tensor] | None:
-        """Returns the codes and scales that the checkpoint stores, if they are what is exported.
+        """Returns the codes and scales that the checkpoint stores, if they are exported unchanged.
 
-        They are where the recipe and the checkpoint have FP8 blocks and the calibration has the
-        checkpoint's scales. None: the weight has to be quantized.
+        That is so if the recipe and the checkpoint both have FP8 blocks, with equal scales. None if
+        the weight has to be quantized.
         """
         schemes = self.schemes(linear)
         if schemes is None or not schemes[0].blocks:
@@ -165,8 +173,7 @@ class Source:
         nbytes = self.checkpoint.nbytes
         total = sum(map(nbytes, self.checkpoint.tensor_names))
         for linear in self.quantized_linears().values():
-            schemes = self.schemes(linear)
-            assert schemes is not None
+            schemes = self.quantized_schemes(linear)
             size = linear.out_features * linear.in_features
             total -= nbytes(f"{linear.name}.weight")
             total += size // 2 if schemes[0].format == "e2m1" else size
@@ -245,10 +252,9 @@ class Source:
         return {"expected_divergence": ranges}
 
     def _check_scales(self) -> None:
+        """Raises ArtifactError if a scale that the recipe needs is missing or invalid."""
         for linear in self.quantized_linears().values():
-            schemes = self.schemes(linear)
-            assert schemes is not None
-            weights, inputs = schemes
+            weights, inputs = self.quantized_schemes(linear)
             shape = (linear.out_features, linear.in_features)
             self._check_scale(f"{linear.name}.weight_scale", granularity_of(weights), shape)
             if weights.two_level:
@@ -312,6 +318,7 @@ def _stamps(directory: Path, names: Iterable[str]) -> dict[Path, _Stamp]:
 
 
 def granularity_of(scheme: TensorScheme) -> scaling.Granularity:
+    """Returns the tiles whose elements share a scale in this scheme."""
     return scaling.Granularity.of(scheme.granularity, scheme.group_size)
 
 

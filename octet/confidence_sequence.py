@@ -1,4 +1,4 @@
-"""Confidence sequences of a mean per token: intervals that stay valid however often one looks.
+"""Confidence sequences of a mean per token: intervals that are valid at any number of analyses.
 
 Answers are independent; answer i has a sum sᵢ over nᵢ tokens. For a candidate m, a gambler bets on
 yᵢ(m) = sᵢ - m·nᵢ, clipped to ±C. The interval is of θ with E[y(θ)] = 0, which is E[s] / E[n] if
@@ -44,7 +44,8 @@ class ConfidenceSequence:
         """`grid` holds the candidates, ascending; `clip` is C, in the unit of an answer's sum."""
         self._grid = grid
         self._clip = clip
-        self._too_low = np.zeros((len(grid), len(_FRACTIONS)))  # logarithms of wealths
+        # [grid, fractions]: ln of the wealth from bets that a candidate is too low, or too high.
+        self._too_low = np.zeros((len(grid), len(_FRACTIONS)))
         self._too_high = np.zeros((len(grid), len(_FRACTIONS)))
         self._sum = 0.0
         self._answers = self._tokens = 0
@@ -66,6 +67,7 @@ class ConfidenceSequence:
 
     @property
     def now(self) -> Running:
+        """The mean and the interval of all answers so far."""
         mean = self._sum / self._tokens if self._tokens else math.nan
         return Running(self._answers, self._tokens, mean, self._low, self._high)
 

@@ -12,14 +12,14 @@ from octet.errors import ConfigError
 
 __all__ = ["DEFAULT_KL", "LEAST_SAMPLES", "Cost", "Limit", "parse_limits"]
 
-LEAST_SAMPLES = 8  # with fewer, a bound is two standard errors or more: no use
+LEAST_SAMPLES = 8  # with fewer samples, a bound is two standard errors or more above the mean
 
 # The divergence in nats that an export may be predicted to have where no limit is given: about four
 # times the most that was measured with each format (`benchmarks/results/reference_models-*`).
 DEFAULT_KL = {"fp8": 0.05, "mxfp8": 0.05, "nvfp4": 0.25, "mxfp4": 0.5}
 
 LEAST = 1e-6  # a float16 cache alone costs some 1e-7 nats
-_PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
+_LARGEST_PLAIN = 0.1  # a change of this or more needs a percent sign: "1" would be 100 %
 
 
 class Cost(Protocol):
@@ -109,17 +109,18 @@ def parse_limits(max_kl: str | None, max_ppl_change: str | None) -> tuple[Limit,
         where = f"--max-kl '{max_kl}'"
         limits.append(Limit.of_kl(max_kl.strip(), where, "--max-kl 0.005"))
     if max_ppl_change is not None:
-        limits.append(_change(max_ppl_change))
+        limits.append(_perplexity_limit(max_ppl_change))
     return tuple(limits)
 
 
-def _change(text: str) -> Limit:
+def _perplexity_limit(text: str) -> Limit:
+    """Parses the value of --max-ppl-change."""
     given, where = text.strip(), f"--max-ppl-change '{text}'"
     example = "--max-ppl-change 1%"
     if given.endswith("%"):
         return Limit.of_perplexity(given, where, example)
     value = Limit.of_kl(given, where, example).value  # a plain number is parsed like a KL
-    if value >= _PLAIN:
+    if value >= _LARGEST_PLAIN:
         raise ConfigError(f"{where}: write {value:g}% or {100 * value:g}%; it could mean either")
     return Limit("perplexity", value)
 

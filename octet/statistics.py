@@ -27,14 +27,14 @@ __all__ = [
     "upper_bound",
 ]
 
-_HALVINGS = 60  # of an interval of angles, down to its last bit
+_HALVINGS = 60  # of the interval of angles, which then has the width of a float's last bit
 
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Returns the t that T exceeds with 1 - `probability`; inf for less than one degree of freedom.
+    """Returns the quantile of Student's t with `degrees` degrees of freedom, by bisection.
 
-    `probability` is at least 1/2.
+    `probability` is at least 1/2. Infinite for less than one degree of freedom.
     """
     if degrees < 1:
         return math.inf
@@ -81,13 +81,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Moments:
-    """θ̂, its standard error, s and κ as above, for one draw of n samples or for many."""
+    """θ̂ and its standard error, s and κ of docs/explanation/intervals.md, for one or many draws."""
 
     samples: int
     mean: Numbers
     error: Numbers
-    skewness: Numbers
-    coupling: Numbers
+    skewness: Numbers  # s
+    coupling: Numbers  # κ
 
 
 def interval(sums: ArrayLike, tokens: ArrayLike) -> Interval:
@@ -107,7 +107,7 @@ def upper_bound(sums: ArrayLike, tokens: ArrayLike) -> float:
 def _outer(x: Numbers, m: Numbers, level: float) -> tuple[Numbers, Numbers, Numbers]:
     """Returns the mean, and the outer ends of both intervals at the quantile `level`."""
     found = moments(x, m)
-    # Rounding of the sums alone: all samples have the same mean, so the interval is that point.
+    # If all samples have the same mean, only rounding is left, and the interval is that point.
     if float(found.error) <= 1e-12 * max(abs(float(found.mean)), float(np.abs(x).sum() / m.sum())):
         return found.mean, found.mean, found.mean
     low, high = student_ends(found, level)

@@ -87,7 +87,7 @@ def serve_until_signal(
     """Runs `serve_gateway` in an event loop of its own, with what suits a process of its own."""
 
     def started(_server: DrainingServer) -> None:
-        _spare_the_collector()
+        _freeze_objects()
         on_started()
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -113,7 +113,7 @@ def _allow_files(settings: GatewayConfig) -> str:
     )
 
 
-def _spare_the_collector() -> None:
+def _freeze_objects() -> None:
     """Exempts all present objects from garbage collection: they live as long as the process.
 
     A request makes some 300 objects, hardly any of them in cycles; at Python's default thresholds

@@ -109,7 +109,7 @@ class TritonEntry:
             for generation, outcome in deliveries:
                 outcomes.setdefault(generation, []).append(outcome)
             for generation, of_request in outcomes.items():
-                self._pass_on(generation, of_request)
+                self._deliver(generation, of_request)
             if time.monotonic() >= next_poll:
                 self._drop_cancelled()
                 next_poll = time.monotonic() + POLL_S
@@ -128,7 +128,7 @@ class TritonEntry:
             items.append(self._queue.get())
         return [delivery for item in items for delivery in item or ()], None in items
 
-    def _pass_on(self, generation: Generation, outcomes: list[list[Event] | BackendError]) -> None:
+    def _deliver(self, generation: Generation, outcomes: list[list[Event] | BackendError]) -> None:
         answer = self._live.get(generation)
         if answer is None:  # cancelled meanwhile
             return

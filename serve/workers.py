@@ -104,7 +104,7 @@ def problems_of_workers(settings: GatewayConfig, count: int) -> Iterator[Problem
 
 
 class _Worker:
-    """One place for a process: its sockets, and the process that has them."""
+    """One worker: its sockets, which outlive a process, and its current process."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class _Worker:
                 [sys.executable, "-P", "-c", _START, given, json.dumps(sys.path)],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C reaches it once, from us
+                start_new_session=True,  # a terminal's Ctrl-C reaches it once, from the parent
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -116,7 +116,9 @@ def _verify_kind(
                 verify_checkpoint(path, manifest, original, found, advance)
         case "onnx":
             with _progress(console, original) as advance:
-                _verify_onnx(path, manifest, original, found, advance)
+                from verify.checks.onnx import verify_onnx  # loads onnx
+
+                verify_onnx(path, manifest, original, found, advance)
         case "engine":
             verify_engine(path, manifest, original, found)
         case "triton":
@@ -142,18 +144,6 @@ def _verify_pack(path: Path, manifest: Manifest, found: Verification) -> None:
     found.notes.append(
         f"{len(proofs.golden.records)} golden records under {count} scenarios; it holds no weights"
     )
-
-
-def _verify_onnx(
-    path: Path,
-    manifest: Manifest,
-    original: Original | None,
-    found: Verification,
-    advance: Advance,
-) -> None:
-    from verify.checks.onnx import verify_onnx  # loads onnx
-
-    verify_onnx(path, manifest, original, found, advance)
 
 
 def _verify_triton(

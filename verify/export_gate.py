@@ -99,7 +99,7 @@ class ExportGate:
     def _cost(
         self, source: "Source", directory: Path, manifest: Manifest, device: str
     ) -> "tuple[PromptCost, str]":
-        """Returns what to simulate, with its weights and scales, and a description of it."""
+        """Returns the simulation that measures the export, and a description of it."""
         from calibrate.quality.golden_cost import PromptCost
 
         golden, recipe = source.calibration.golden, source.recipe
@@ -151,10 +151,10 @@ class ExportGate:
 class DefaultGate:
     """The judge of an export without limits of its own: what calibration predicts of its cost.
 
-    It takes no time. The limit is that of the coarsest format in the recipe, `DEFAULT_KL`. The mean
-    KL of the costliest way of serving it has to be within: the upper end of its range is what a few
-    prompts may show, and is far above it where samples are short. With `off` it refuses nothing,
-    and the manifest records that.
+    It takes no time. The limit is `DEFAULT_KL` of the coarsest format in the recipe. It applies to
+    the predicted mean KL of the serving path with the largest one. The upper end of the predicted
+    range does not count: it is for a few prompts, and far above the mean if samples are short. With
+    `off` it refuses nothing, and the manifest records that.
     """
 
     off: bool = False
@@ -197,14 +197,13 @@ def export_gate(
     entries: Sequence[Path] = (),
     off: bool = False,
 ) -> ExportGate | DefaultGate:
-    """Returns the judge for these limits, or the default one. Refuses at once what it cannot judge.
-
-    `off` is for an export without any gate.
+    """Returns the judge for these limits, or the default one; with `off`, one that accepts all.
 
     `entries` are those of a Triton repository that are to be written in place of `out`.
 
-    Raises ConfigError for invalid limits and for too few golden prompts, UnsupportedError for an
-    architecture that cannot be simulated, and ArtifactError if `calibration` is not a calibration.
+    Raises, before anything is exported, ConfigError for invalid limits and for too few golden
+    prompts, UnsupportedError for an architecture that cannot be simulated, and ArtifactError if
+    `calibration` is not a calibration.
     """
     limits = parse_limits(max_kl, max_ppl_change)
     if not limits:

@@ -70,7 +70,7 @@ def add_divergence(found: Verification, *, console: Console | None = None) -> No
         found.unchecked.append(f"next tokens: it holds no golden records ({GOLDEN_FILE})")
         return
     if manifest.kind in ("onnx", "engine"):
-        _by_itself(directory, manifest, found)
+        _of_runner(directory, manifest, found)
     elif found.original is not None:  # otherwise `unchecked` already says so
         _of_checkpoint(directory, manifest, found.original, found, console)
 
@@ -160,7 +160,7 @@ def _cache_scale(
         found[f"{attention}.{kind}_scale{suffix}"] = np.asarray(scale, np.float32)
 
 
-def _by_itself(directory: Path, manifest: Manifest, found: Verification) -> None:
+def _of_runner(directory: Path, manifest: Manifest, found: Verification) -> None:
     """Runs a graph or plan on the golden prompts (prefill, decoding); judges it like a backend."""
     if manifest.kind == "onnx" and manifest.details.get("target", "onnxruntime") != "onnxruntime":
         found.unchecked.append(

@@ -111,7 +111,10 @@ def _pair(stored: Stored, where: str) -> Pair:
 
 
 def _dynamic(stored: Stored) -> Inputs:
-    """Returns activations that go with the weights, for a recipe to name; nothing rounds them."""
+    """Returns the activations that a recipe names beside weight-only weights.
+
+    Engines do not round the activations of such linears, but a recipe has to name a scheme.
+    """
     if stored.granularity in ("tensor", "channel"):
         return Inputs("e4m3", "token", dynamic=True)
     assert stored.tile is not None

@@ -37,8 +37,8 @@ class ChangedModel:
     """A checkpoint with the weights that an algorithm changed, if any.
 
     `scales` are those that the weights were fitted to; they must stay. `details` and `files` go
-    into the artifact, `warnings` into its report, and `unfolded`: why each cache scale that an E5M2
-    cache needs is not folded into the weights, by the observation's name.
+    into the artifact, and `warnings` into its report. So does `unfolded`: for each cache scale that
+    an E5M2 cache needs, by observation, why it is not folded into the weights.
     """
 
     checkpoint: Checkpoint
@@ -67,18 +67,17 @@ def changed_model(
 ) -> ChangedModel:
     """Returns `checkpoint` with the weights that `algorithm` changed, or as it is without one.
 
-    `compute` is the algorithm, if it is none of ModelOpt's, and depends on `settings`. Each rank of
-    `group` runs it, and the first one writes. The result is kept in `directory`, and read back if
-    it is there. The directory appears atomically. Raises ArtifactError if it belongs to another
-    model, recipe, algorithm or set of samples, or was altered, unless `restart` or `force` discards
-    it.
+    `compute` runs an algorithm that is not ModelOpt's; its result depends on `settings`. Each rank
+    of `group` runs it, and the first one writes the result to `directory`, atomically. A later call
+    reads it from there. Raises ArtifactError if the directory belongs to another model, recipe,
+    algorithm or set of samples, or was altered, unless `restart` or `force` discards it.
     """
     if algorithm is None:
         return ChangedModel(checkpoint)
     group = group or Group()
     key = _key(checkpoint, f"{algorithm}{settings}", recipe, batches, dtype)
 
-    def there() -> bool:
+    def is_kept() -> bool:
         if restart:
             shutil.rmtree(directory, ignore_errors=True)
         if directory.exists() and force:
@@ -88,7 +87,7 @@ def changed_model(
                 shutil.rmtree(directory, ignore_errors=True)
         return directory.exists()
 
-    if not group.on_first(there):
+    if not group.on_first(is_kept):
         from calibrate.algorithms.modelopt import apply_algorithm
 
         compute = compute or partial(

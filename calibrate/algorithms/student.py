@@ -58,13 +58,13 @@ class Student:
         self.trained = {
             name: model.get_parameter(name).detach().clone().requires_grad_() for name in names
         }
-        self._moves: dict[str, Tensor] = {}  # of scales, by linear
+        self._log_factors: dict[str, Tensor] = {}  # x of each trained scale s·e^x, by linear
         if "scales" in train:
             for owner, linears in _sharing(spec, self._schemes).items():
                 name = f"{owner}{_SCALE}"
                 move = torch.zeros_like(self._scales.need(name)).requires_grad_()
                 self.trained[name] = move
-                self._moves |= dict.fromkeys(linears, move)
+                self._log_factors |= dict.fromkeys(linears, move)
         self._rounding = ExitStack()
         for index in layers:
             prefix = spec.layer(index)
@@ -85,25 +85,26 @@ class Student:
             weight = self.trained.get(name)
             weight = self._model.get_parameter(name) if weight is None else weight
             second = self._scales.get(f"{linear}.weight_global_scale")
-            quantize = fake_quantize_learned if linear in self._moves else fake_quantize
+            quantize = fake_quantize_learned if linear in self._log_factors else fake_quantize
             served[name] = quantize(weight, scheme, self._scale(linear), second)
         return served
 
     def scales(self) -> dict[str, NDArray[np.float32]]:
         """Returns the trained scales as they are stored, under their names in a calibration."""
         with torch.no_grad():
-            return {f"{x}{_SCALE}": self._scale(x).cpu().numpy() for x in self._moves}
+            return {f"{x}{_SCALE}": self._scale(x).cpu().numpy() for x in self._log_factors}
 
     def _scale(self, linear: str) -> Tensor:
+        """Returns the weight scale as it is stored; if it is trained, with gradients."""
         scale = self._scales.need(f"{linear}{_SCALE}")
-        if linear not in self._moves:
+        if linear not in self._log_factors:
             return scale
-        moved = scale * self._moves[linear].exp()
+        moved = scale * self._log_factors[linear].exp()
         if not self._schemes[linear][0].two_level:
             return moved.clamp(min=torch.finfo(torch.float32).tiny)
         with torch.no_grad():
             stored = round_to(moved.clamp(min=LEAST_E4M3), E4M3)
-        return stored + (moved - moved.detach())  # adds 0
+        return stored + (moved - moved.detach())  # the value of `stored`, the gradient of `moved`
 
     def states(self, batch: Batch) -> Tensor:
         """Computes the last hidden states [B, T, H] of `batch`, with gradients."""
@@ -122,9 +123,10 @@ class Student:
 
 
 def _sharing(spec: ModelSpec, schemes: Schemes) -> dict[str, list[str]]:
-    """Groups the quantized linears that share a scale, by the first: with one for a whole weight.
+    """Groups the quantized linears that share a weight scale, under the first of each group.
 
-    Engines fuse linears that read the same input, and have one scale for all of them.
+    They do if a scale covers a whole weight: engines fuse linears that read the same input, and
+    have one scale for all of them.
     """
     groups: dict[Any, list[str]] = {}
     for linear in spec.linears():
@@ -136,7 +138,7 @@ def _sharing(spec: ModelSpec, schemes: Schemes) -> dict[str, list[str]]:
 
 
 def _norms(model: Any) -> list[str]:
-    """Returns the names of the weights of all layers that normalize."""
+    """Returns the names of the weights of all normalization layers."""
     return [
         f"{name}.weight"
         for name, module in model.named_modules()

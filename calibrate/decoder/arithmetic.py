@@ -179,13 +179,13 @@ class _Float32Matmuls(TorchFunctionMode):
         kwargs = kwargs or {}
         if function not in _MATMULS:
             return function(*args, **kwargs)
-        wide_args = [_wide(x) for x in args]
-        wide_kwargs = {name: _wide(x) for name, x in kwargs.items()}
+        wide_args = [_widened(x) for x in args]
+        wide_kwargs = {name: _widened(x) for name, x in kwargs.items()}
         found = function(*wide_args, **wide_kwargs)
         return found if all(map(_same, wide_args, args)) else found.bfloat16()
 
 
-def _wide(x: Any) -> Any:
+def _widened(x: Any) -> Any:
     if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 and x.is_cpu:
         return x.float()
     return x

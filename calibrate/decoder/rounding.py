@@ -40,7 +40,7 @@ def _straight_through(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
             return function(*args, **kwargs)
         with torch.no_grad():
             rounded = function(*args, **kwargs)
-        return rounded + (x - x.detach())  # adds 0
+        return rounded + (x - x.detach())  # the value of `rounded`, with the gradient of `x`
 
     return rounding
 
@@ -97,7 +97,7 @@ def fake_quantize_learned(
         real = each if global_scale is None else each * global_scale
         inside = x.abs() <= FORMATS[scheme.format].max * real
         slope = (rounded - x.where(inside, 0.0)) / each
-    return rounded + slope * (each - each.detach())  # adds 0
+    return rounded + slope * (each - each.detach())  # the value of `rounded`, and a gradient
 
 
 def _per_element(scale: Tensor, scheme: TensorScheme, shape: torch.Size) -> Tensor:

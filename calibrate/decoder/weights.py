@@ -29,11 +29,10 @@ _CPU_BYTES = 1 << 30
 _AHEAD = 4  # layers that are read before their turn: a dozen large tensors, each by one thread
 _READERS = 16  # threads, at most
 
-# A GPU's memory that is left to everything but the layers: activations (a share of it, up to so
-# many bytes), some layers in float32 and with quantized weights, and the output head.
-_SHARE, _SHARE_BYTES = 0.2, 24 << 30
-_COPIES = 4
-_HEADS = 3
+# A GPU's memory that is not used to hold layers.
+_SHARE, _SHARE_BYTES = 0.2, 24 << 30  # for activations: this share, at most so many bytes
+_COPIES = 4  # layers in other dtypes: converted to float32, and with quantized weights
+_HEADS = 3  # copies of the output head
 
 R = TypeVar("R")
 _Copied: TypeAlias = tuple[str, torch.Tensor, torch.cuda.Event]
@@ -99,7 +98,7 @@ class LayerWeights:
         self._held: dict[tuple[int, torch.dtype | None], dict[str, torch.Tensor]] = {}
         self._whole: dict[str, torch.Tensor] = {}  # tensors outside the layers, by name
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None  # read, and not held
-        self._ahead: dict[int, list[Future[_Copied]]] = {}
+        self._prefetched: dict[int, list[Future[_Copied]]] = {}
         self._resident = 0
         self._most = self._room() if room is None else room
         if self.device.type == "cuda":
@@ -112,11 +111,11 @@ class LayerWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Size of the layers that a GPU holds once they were read."""
+        """Bytes of the layers that stay on a GPU once they were read."""
         return sum(self._sizes[: self._resident])
 
     def __str__(self) -> str:
-        """Says in one line where the layers are."""
+        """Describes in one line where the layers are held."""
         total, layers = sum(self._sizes), len(self._sizes)
         if self._resident == layers:
             return f"weights: {_gb(total)}, held in GPU memory"
@@ -194,9 +193,9 @@ class LayerWeights:
 
     def free(self) -> None:
         """Frees the memory of the layers that are held; they are read again when needed."""
-        for futures in self._ahead.values():
+        for futures in self._prefetched.values():
             self._wait(futures)
-        for held in (self._held, self._whole, self._ahead):
+        for held in (self._held, self._whole, self._prefetched):
             held.clear()
         self._last = None
 
@@ -227,7 +226,7 @@ class LayerWeights:
             held = self._last[1]
         if held is None:
             self._begin(index)
-            copied = self._wait(self._ahead.pop(index))
+            copied = self._wait(self._prefetched.pop(index))
             prefix = f"{self.checkpoint.spec.layer(index)}."
             held = assemble({name.removeprefix(prefix): x for name, x in copied.items()})
             if index < self._resident:
@@ -240,9 +239,9 @@ class LayerWeights:
         return held
 
     def _begin(self, index: int) -> None:
-        if index not in self._ahead:
+        if index not in self._prefetched:
             names = self._names[index]
-            self._ahead[index] = [self._pool.submit(self._copy, name) for name in names]
+            self._prefetched[index] = [self._pool.submit(self._copy, name) for name in names]
 
     def _copy(self, name: str) -> _Copied:
         """Reads a tensor into pinned memory, and starts to copy it to the GPU."""

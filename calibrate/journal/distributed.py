@@ -174,7 +174,7 @@ def gpu_failures() -> Iterator[None]:
     try:
         yield
     except Exception as last:
-        errors = list(_led_to(last))
+        errors = list(_chain_of(last))
         found = [str(error) for error in errors if _is_of_cuda(error)]
         if not found:
             raise
@@ -187,7 +187,7 @@ def gpu_failures() -> Iterator[None]:
         ) from last
 
 
-def _led_to(error: BaseException | None) -> Iterator[BaseException]:
+def _chain_of(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error, the one that was handled when it was raised, and so on."""
     while error is not None:
         yield error

@@ -1,4 +1,4 @@
-"""A counter for layers that were counted before, which run as they ran then."""
+"""A counter that counts nothing, for layers whose counts an earlier run has kept."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ __all__ = ["Uncounted"]
 
 
 class Uncounted:
-    """Counts nothing, so that a layer counted before runs as it did then, to the last bit."""
+    """A `Counter` without counts: the layer runs as it did when it was counted, to the last bit."""
 
     def add(
         self,

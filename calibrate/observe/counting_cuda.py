@@ -49,25 +49,25 @@ class CudaCounter:
                 f"{self.device} has no memory for {slots} histograms ({size}): free some there, or"
                 " calibrate with --device cpu"
             ) from None
-        self._front = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._behind = torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
-        self._aside = False
+        self._compute_stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._count_stream = torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
+        self._separate = False  # whether counting has a stream of its own, see `beside`
         self._held: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
         """See `Counter`; within the block, another stream is the current one."""
         caller = torch.cuda.current_stream(self.device)
-        self._front.wait_stream(caller)
-        self._behind.wait_stream(caller)
-        self._aside = True
+        self._compute_stream.wait_stream(caller)
+        self._count_stream.wait_stream(caller)
+        self._separate = True
         try:
-            with torch.cuda.stream(self._front):
+            with torch.cuda.stream(self._compute_stream):
                 yield
         finally:
-            self._aside = False
-            caller.wait_stream(self._front)
-            caller.wait_stream(self._behind)
+            self._separate = False
+            caller.wait_stream(self._compute_stream)
+            caller.wait_stream(self._count_stream)
             # Safe only now: the next block's work waits for the caller's stream, which has waited.
             self._held.clear()
 
@@ -94,16 +94,16 @@ class CudaCounter:
     @contextmanager
     def _stream(self, x: torch.Tensor) -> Iterator[None]:
         """Selects the stream to count `x` on, ordered after all work that computed it."""
-        if not self._aside:
+        if not self._separate:
             yield
             return
         current = torch.cuda.current_stream(self.device)
-        self._behind.wait_stream(current)
-        with torch.cuda.stream(self._behind):
+        self._count_stream.wait_stream(current)
+        with torch.cuda.stream(self._count_stream):
             yield
         # The memory of x must not be given to another tensor while it is read. record_stream would
         # ensure that too, but the host runs far ahead of the GPU and would keep allocating memory.
-        self._held.append((x, self._behind.record_event()))
+        self._held.append((x, self._count_stream.record_event()))
         if len(self._held) > _HELD:
             _, counted = self._held[0]
             current.wait_event(counted)

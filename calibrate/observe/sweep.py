@@ -53,7 +53,7 @@ __all__ = ["Observed", "observe_checkpoint"]
 MeanSquares: TypeAlias = dict[str, NDArray[np.float32]]  # float32 [K] by observation
 
 _AT_ONCE = 32  # tensors whose counts the ranks sum at once; a layer with experts has hundreds
-_SQUARED_EVERY = 4  # batches: a mean needs no more, and all would be read once more for it
+_SQUARED_EVERY = 4  # batches: enough for a mean; squaring reads every activation once more
 _USUAL_BINS = 4096  # that occur in a tensor: 32 octaves of BF16
 
 
@@ -90,14 +90,16 @@ def observe_checkpoint(
 ) -> Observed:
     """Runs `batches` through the decoder of `checkpoint`, layer by layer, and counts activations.
 
-    There are as many `chunks` of batches (by default as the batches name). `queries` are counted if
-    requested. The mean squares of the linears' inputs are computed from every fourth batch.
-    Activations are kept in memory, or in files in a directory of the run's own below `spill`. The
-    `journal` is a directory that holds every finished layer's counts, and from which a run that was
-    killed continues. The caller discards it (`calibrate.journal.journal.discard`) when its own work
-    is safe. A journal of another run raises ArtifactError, unless `restart` or `force`
-    discards it. Each rank of `group` runs its share of the batches, and has the sums of all.
-    `advance` is called with numbers of tokens as work is done, which add up to those of `batches`.
+    Counts are kept apart for each of `chunks` of batches (default: the chunks that the batches
+    name). Queries are counted only with `queries`. The mean squares of the linears' inputs are
+    computed from every fourth batch. Activations are kept in memory or, with `spill`, in files in a
+    new directory below it. Each rank of `group` runs its share of the batches, and returns the sums
+    of all. `advance` receives numbers of tokens as work progresses, which add up to those of
+    `batches`.
+
+    The directory `journal` keeps the counts of finished layers, from which a killed run continues.
+    The caller discards it (`calibrate.journal.journal.discard`) once its own results are written.
+    A journal of another run raises ArtifactError, unless `restart` or `force` discards it.
 
     Raises NumericsError naming tensor, channel and sample of the first NaN or Inf.
     """
@@ -158,12 +160,12 @@ class _Sweep:
     ) -> None:
         self._checkpoint, self._spec = checkpoint, checkpoint.spec
         self._batches, self._chunks = batches, chunks
-        self._mine = range(group.rank, len(batches), group.world)
+        self._own_batches = range(group.rank, len(batches), group.world)
         self._dtype, self._weights, self._device = dtype, weights, weights.device
         self._spill, self._journal, self._group = spill, journal, group
-        self._my_tokens = sum(batches[index].tokens for index in self._mine)
+        self._my_tokens = sum(batches[index].tokens for index in self._own_batches)
         tokens = sum(batch.tokens for batch in batches)
-        self._finished = 0  # layers whose counts the journal holds
+        self._finished = 0  # number of layers whose counts the journal holds
         self._progress = Spread(advance, tokens, self._my_tokens * checkpoint.spec.layers)
         self._names = names  # of what is observed, layer by layer
 
@@ -190,9 +192,9 @@ class _Sweep:
             if journal is not None:
                 entering = journal.kept(model, self._batches) or entering
             for index, layer in model.sweep(reached):
-                leaving = self._leaving(index, model, memory)
+                leaving = self._output_of(index, model, memory)
                 counted = index >= self._finished
-                counts, means = self._together(
+                counts, means = self._count_layer(
                     index, layer, model, counter if counted else Uncounted(), entering, leaving
                 )
                 if counted:
@@ -208,7 +210,7 @@ class _Sweep:
         return histograms, squares
 
     def _memory(self, model: LayeredModel, stack: ExitStack) -> Activations | None:
-        """Returns where activations are kept, or None if only in the journal's files."""
+        """Returns where activations are kept between layers; None if in the journal's files."""
         if self._spill is None:
             return ActivationMemory(self._device, self._weights.resident_bytes)
         if self._journal is not None:
@@ -216,11 +218,11 @@ class _Sweep:
         name = self._group.attempt(partial(temporary, self._spill, stack))
         return ActivationFiles(name, model, self._batches)
 
-    def _leaving(
+    def _output_of(
         self, index: int, model: LayeredModel, memory: Activations | None
     ) -> Activations | None:
         """Returns where the output of layer `index` is written, or None after the last layer."""
-        if index + 1 == self._spec.layers:  # nobody reads it
+        if index + 1 == self._spec.layers:  # no later layer reads it
             return None
         if memory is None:
             assert self._journal is not None
@@ -238,13 +240,13 @@ class _Sweep:
             files = journal.begin(index, model, self._batches)
 
             def write() -> None:
-                for batch in self._mine:
+                for batch in self._own_batches:
                     files.write(batch, leaving.read(batch))
 
             self._group.attempt(write)
             journal.keep(index, files)
 
-    def _together(
+    def _count_layer(
         self,
         index: int,
         layer: Any,
@@ -262,7 +264,7 @@ class _Sweep:
 
         def work() -> tuple[list[CompactCounts], dict[str, SumOfSquares]]:
             with observer.watching(layer, index):
-                return self._layer(model, observer, entering, leaving, list(slots))
+                return self._count_own_batches(model, observer, entering, leaving, list(slots))
 
         chunks, squares = self._group.attempt(work)
         summed = CompactCounts()
@@ -280,7 +282,7 @@ class _Sweep:
             _add(total, part)
         return summed, {name: total[name].mean() for name in slots if name in total}
 
-    def _layer(
+    def _count_own_batches(
         self,
         model: LayeredModel,
         observer: LayerObserver,
@@ -288,15 +290,16 @@ class _Sweep:
         leaving: Activations | None,
         names: Sequence[str],
     ) -> tuple[list[CompactCounts], dict[str, SumOfSquares]]:
-        """Runs one layer over the batches of this rank.
+        """Runs one layer over the batches of this rank, and counts its activations.
 
-        Returns the counts by name for each chunk, and the sums of squares; empty if not counted.
+        Returns the counts by name for each chunk, and the sums of squares by name; both are empty
+        if the layer was counted before.
         """
         found = [CompactCounts() for _ in range(self._chunks)]
         squares: dict[str, SumOfSquares] = {}
         counting = not isinstance(observer.counter, Uncounted)
         observer.counter.clear()
-        for index, following in zip(self._mine, [*self._mine[1:], None], strict=True):
+        for index, following in zip(self._own_batches, [*self._own_batches[1:], None], strict=True):
             batch = self._batches[index]
             compute = partial(model.forward, entering.read(index))
             squared = index % _SQUARED_EVERY == 0

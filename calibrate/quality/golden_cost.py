@@ -145,13 +145,13 @@ class PromptCost:
                 if states is None and not names and not variant.cache:
                     continue
                 weights = {name: decoded[name] for name in names}
-                with self._as(layer, index, weights, cache=variant.cache):
+                with self._layer_with(layer, index, weights, cache=variant.cache):
                     now[number] = [model.forward(x, None) for x in states or plain]
-            with self._as(layer, index, {}, cache=False):
+            with self._layer_with(layer, index, {}, cache=False):
                 plain = [model.forward(x, None) for x in plain]
             before = plain
             if model is not original:
-                with self._as(pairs[0][1], index, {}, cache=False):
+                with self._layer_with(pairs[0][1], index, {}, cache=False):
                     before = [original.forward(x, None) for x in before]
         found = [Tally() for _ in variants]
         for number, batch in enumerate(batches):
@@ -162,7 +162,7 @@ class PromptCost:
         return [tally.divergence() for tally in found]
 
     @contextmanager
-    def _as(
+    def _layer_with(
         self, layer: Any, index: int, weights: Mapping[str, Tensor], *, cache: bool
     ) -> Iterator[None]:
         """While active, the layer uses `weights` and rounds the activations of those linears."""

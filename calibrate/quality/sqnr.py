@@ -15,7 +15,7 @@ Pair = tuple[Tensor, Tensor]  # a weight [N, K] as it was, and quantized
 
 
 class Noise:
-    """Sums the energies of signals and of their errors; `watch` is for `simulate_modules`.
+    """Sums the energies of tensors and of their rounding errors; `watch` is for `simulate_modules`.
 
     `small` maps each observation to the largest magnitude that counts as small. Set `batch` before
     each batch runs, so that padding is left out.
@@ -33,7 +33,10 @@ class Noise:
         self._weight.add(before, after)
 
     def multiply(self, readers: Mapping[str, Sequence[Pair]]) -> None:
-        """Adds the error of these weights, and from now on that of the outputs of their GEMMs."""
+        """Adds the errors of `readers`, and from now on those of the outputs of their GEMMs.
+
+        `readers` maps an observation to the weights that read it, as they were and quantized.
+        """
         self._readers = readers
         for pair in (pair for pairs in readers.values() for pair in pairs):
             self.weigh(*pair)
@@ -62,7 +65,7 @@ class Noise:
 
 
 class _Energy:
-    """Sums Σ x² and Σ (x - y)² on the tensors' device, so that nothing waits."""
+    """Sums Σ x² and Σ (x - y)² on the tensors' device, so that the host does not wait for it."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []  # [2] float64
@@ -73,6 +76,7 @@ class _Energy:
         self._sums = [self._sums[0] + both] if self._sums else [both]
 
     def db(self) -> float | None:
+        """Returns the signal-to-noise ratio in dB; None without signal or error."""
         if not self._sums:
             return None
         signal, noise = self._sums[0].tolist()

@@ -109,15 +109,15 @@ class _Pieces:
 
     def __init__(self, sequences: Sequence[Sequence[int]], tokenizer: Any) -> None:
         self._sequences, self._tokenizer = sequences, tokenizer
-        self._lead = list(tokenizer("")["input_ids"])  # added to any text, such as a BOS
+        self._lead = list(tokenizer("")["input_ids"])  # what begins any text, such as a BOS
         self._order = sorted(range(len(sequences)), key=lambda n: -min(len(sequences[n]), LONGEST))
-        self._taken = [0] * len(sequences)  # tokens from the beginning
+        self._taken = [0] * len(sequences)  # tokens that were taken from each beginning
 
     def cut(self, length: int) -> tuple[str, list[int]]:
         """Cuts up to `length` tokens; raises SampleError if no sequence begins with whole text."""
         order = list(self._order)
         self._order.append(self._order.pop(0))
-        if len(self._sequences[order[0]]) < length and (untaken := self._untaken(length)):
+        if len(self._sequences[order[0]]) < length and (untaken := self._next_cut(length)):
             return untaken
         for index in order:
             found = _cut(list(self._sequences[index][:length]), self._tokenizer)
@@ -126,7 +126,7 @@ class _Pieces:
                 return found
         raise SampleError("no held-out sample starts with text that encodes back to its tokens")
 
-    def _untaken(self, length: int) -> tuple[str, list[int]] | None:
+    def _next_cut(self, length: int) -> tuple[str, list[int]] | None:
         """Cuts after the tokens taken from the sequence with the most tokens left."""
         left = [len(ids) - n for ids, n in zip(self._sequences, self._taken, strict=True)]
         index = left.index(max(left))
@@ -159,14 +159,14 @@ def _cut(ids: list[int], tokenizer: Any, least: int = 0) -> tuple[str, list[int]
             if text and tokenizer(text)["input_ids"] == head:
                 return text, head
         if least and end == len(ids) - _SHIFTS:
-            return None  # the text cannot be cut at this start
+            return None  # no text that starts here encodes to its tokens
     return None
 
 
 def _spelled(ids: list[int], tokenizer: Any) -> Iterator[str]:
     """Yields texts that may encode to `ids`; a conversation's special tokens must be spelled out.
 
-    The first one is left out where the tokenizer adds it to any text.
+    The first special token is left out in the last try: the tokenizer may add it to any text.
     """
     special = bool(set(ids) & set(tokenizer.all_special_ids))
     for part, skip in ((ids, True), (ids, False), (ids[1:], False)) if special else ((ids, True),):

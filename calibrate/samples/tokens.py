@@ -61,7 +61,7 @@ def _encode(samples: Sequence[Sample], tokenizer: Any) -> Iterator[list[int]]:
         )
     for text, special in texts:
         ids = list(next(encoded[special]))
-        yield _undoubled(ids, text, tokenizer) if special else ids
+        yield _without_doubled(ids, text, tokenizer) if special else ids
 
 
 def rendered(samples: Sequence[Sample], tokenizer: Any) -> list[tuple[str, bool]]:
@@ -76,7 +76,7 @@ def rendered(samples: Sequence[Sample], tokenizer: Any) -> list[tuple[str, bool]
     ]
 
 
-def _undoubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
+def _without_doubled(ids: list[int], text: str, tokenizer: Any) -> list[int]:
     """Removes from `ids` the BOS or EOS that the tokenizer added to a text which has its own.
 
     Texts that a chat template once rendered begin with a BOS spelled out.

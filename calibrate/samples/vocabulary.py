@@ -1,9 +1,9 @@
 """Lists token ids that no prompt has yet, as prompts of their own.
 
-A wrong embedding shows only in a prompt that holds its token, and text repeats few tokens. A list
-holds each of its ids once, so it covers as many ids as it has tokens. Ids that are frequent in the
-samples come first into a list and last within it, where they move the answer most. The others are
-in a random order, because a fault may lie in one range of ids.
+A wrong embedding can be detected only by a prompt that holds its token, and text repeats few
+tokens. A list holds each of its ids once, so it covers as many ids as it has tokens. Ids that are
+frequent in the samples are listed first, and stand at the end of a list, where they affect the
+answer most. The others are in random order, because a fault may affect one range of ids.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ import numpy as np
 
 __all__ = ["Unlisted"]
 
-_TRIES = 16  # ids that are tried after another before the first of them is left out
-_SPARE = 4  # one more id than wanted for every so many, because not all fit
-_AT_ONCE = 4  # of those tries, which the tokenizer encodes in one call
-_TAIL = 8  # ids before another that decide whether it fits: encoding the whole list takes seconds
+_TRIES = 16  # ids that are tried as the next one, before the first of them is left out
+_SPARE = 4  # one id in so many is added to the candidates, because not all fit
+_AT_ONCE = 4  # tries that the tokenizer encodes in one call
+_TAIL = 8  # ids that are encoded before a new one to see if it fits; a whole list takes seconds
 
 
 class Unlisted:
@@ -38,7 +38,7 @@ class Unlisted:
         self._ids = [i for i in self._ids if i not in had]
 
     def listed(self, length: int) -> list[int]:
-        """Returns up to `length` ids whose text encodes to them; shorter if no more fit."""
+        """Returns up to `length` ids whose joint text encodes to them; fewer if no more fit."""
         found, unfit = self._listed(length, _TAIL)
         if self._encoded([found])[0] != found:  # a tokenizer that looks further back
             found, unfit = self._listed(length, length)

@@ -50,7 +50,7 @@ Cost: TypeAlias = Callable[[float], float]  # cost of a scale
 _LOWEST, _HIGHEST = -12, 1
 _STEPS = 16  # per octave, in the first pass
 _FINE_STEPS = 256  # per octave, around the best of the first pass
-_KEPT = 8  # candidates of the first pass that are refined, and of the second that are polished
+_KEPT = 8  # candidates that each pass passes on: the second pass, or the choice of the best
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def find_scale(
         return min(found, key=_divergence_of(histogram, fmt))
     ranked = LevelCosts(*histogram.finite())
     found = _best(lambda scales: ranked.squared_errors(fmt, scales), largest)
-    polished = [_polish(histogram, fmt, scale) for scale in found]
-    return min(polished, key=_error_of(histogram, fmt))
+    optima = [_local_optimum(histogram, fmt, scale) for scale in found]
+    return min(optima, key=_error_of(histogram, fmt))
 
 
 def squared_error(histogram: Histogram, fmt: Format, scale: float) -> float:
@@ -238,7 +238,7 @@ def _best(
     return [float(scale) for scale in fine[order]]
 
 
-def _polish(histogram: Histogram, fmt: Format, scale: float) -> float:
+def _local_optimum(histogram: Histogram, fmt: Format, scale: float) -> float:
     """Returns the nearest local optimum of the squared error.
 
     For fixed codes q, Σ c·(v - s·q)² is least at s = Σ c·v·q / Σ c·q²; for fixed s, the nearest q

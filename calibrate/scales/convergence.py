@@ -34,16 +34,17 @@ __all__ = ["TOLERANCE_DB", "TOLERANCE_SCALE", "Convergence", "Course", "converge
 
 TOLERANCE_DB = 0.2
 TOLERANCE_SCALE = 1 / 6
-_LEAST_STEP = 0.25  # of the set: a smaller step shows nothing
+_LEAST_STEP = 0.25  # share of the samples; fewer additional ones would show nothing
 _NAMED = 3  # tensors named in a sentence
 
 
 @dataclass(frozen=True)
 class Course:
-    """One tensor at each count of samples; `sqnr_db` is that of `scale` on all samples.
+    """One tensor's scale and figures, as derived from each of several counts of samples.
 
-    `scale` is None if none is stored; `sqnr_db` is None also if a histogram cannot give it.
-    `before` is the index of the count that the last is compared with, None if there is none.
+    `sqnr_db` is that of each `scale` on all samples. `scale` is None if none is stored; `sqnr_db`
+    is None also if a histogram cannot give it. `before` is the index of the count that the last
+    one is compared with, None if there is none.
     """
 
     format: str | None
@@ -56,11 +57,11 @@ class Course:
 
     @property
     def lost_db(self) -> float | None:
-        """SQNR lost had the last samples been unseen; negative if fewer samples did better."""
+        """SQNR that the scale from fewer samples loses on all; negative if it does better."""
         if self.sqnr_db is None or self.before is None:
             return None
         before, after = self.sqnr_db[self.before], self.sqnr_db[-1]
-        return 0.0 if before == after else after - before  # equal: perhaps both infinite
+        return 0.0 if before == after else after - before  # both may be infinite
 
     @property
     def grown(self) -> float | None:
@@ -71,6 +72,7 @@ class Course:
 
     @property
     def moved(self) -> bool:
+        """True if the last samples changed the scale by more than the tolerance."""
         if self.lost_db is not None:
             return self.lost_db > TOLERANCE_DB
         return self.grown is not None and self.grown > TOLERANCE_SCALE

@@ -91,13 +91,12 @@ def derive_scales(
     layers: LayerWeights | None = None,
     console: Console | None = None,
 ) -> Quantization:
-    """Derives every scale of the recipe; `fitted` ones, which an algorithm fitted to, stay.
+    """Derives every scale of the recipe, except `fitted` ones, to which the weights were fitted.
 
-    `histograms` are by observation; 4-bit weights are weighted by the mean squares of those that
-    have them. The model does not run; each weight is read once or twice, or
-    not at all if the GPU of `layers`, which are the checkpoint's, holds it.
-    Raises NumericsError for a weight that holds NaN or Inf, and ConfigError for a pattern that
-    matches nothing; both name it.
+    `histograms` are by observation; their mean squares, if they have any, weight the errors of
+    4-bit weights. The model does not run. Each weight is read once or twice, or not at all if the
+    GPU of `layers`, which are the checkpoint's, holds it. Raises NumericsError for a weight that
+    holds NaN or Inf, and ConfigError for a pattern that matches nothing; both name it.
     """
     recipe.check_patterns(checkpoint.spec.linear_names)
 

@@ -36,7 +36,7 @@ class LevelCosts:
     def divergences(
         self, fmt: Format, scales: Float32Array, widths: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Returns `calibrate.scales.activations.divergence` but for a constant, for `scales` [C].
+        """Returns `calibrate.scales.activations.divergence` of `scales` [C], less a constant.
 
         `widths` [n] are those of the bins. With p the share of a bin, w its width, and P and W
         their sums over the bins that round to one value, the divergence is Σ p·ln(p/w) over bins
@@ -60,18 +60,23 @@ def _levels(fmt: Format) -> Float32Array:
 
 
 @compiled
-def _end(
+def _end_of_level(
     values: NDArray[np.float32],
-    start: int,
+    levels: NDArray[np.float32],
+    level: int,
     scale: np.float32,
-    middle: np.float32,
-    even: bool,
+    start: int,
 ) -> int:
-    """Returns the first bin from `start` on whose quotient rounds to a value above `middle`.
+    """Returns the first bin from `start` on whose quotient rounds to a value above `level`.
 
-    A quotient in the middle goes to the value whose code is even: the lower one if `even`.
+    `level` is an index into `levels`, the format's values. A quotient in the middle of two values
+    goes to the one whose code is even. Found by bisection.
     """
     stop = values.size
+    if level == levels.size - 1:
+        return stop
+    middle = (levels[level] + levels[level + 1]) * np.float32(0.5)
+    even = level % 2 == 0
     while start < stop:
         at = (start + stop) // 2
         quotient = values[at] / scale
@@ -86,26 +91,23 @@ def _end(
 def _errors(
     values: NDArray[np.float32],
     counts: NDArray[np.float64],
-    firsts: NDArray[np.float64],
+    weighted: NDArray[np.float64],
     squares: NDArray[np.float64],
     levels: NDArray[np.float32],
     scales: NDArray[np.float32],
     costs: NDArray[np.float64],
 ) -> None:
-    last = levels.size - 1
+    """Fills `costs` [C] from the sums up to each bin: of counts, times values, times squares."""
     for c in range(scales.size):
         scale = scales[c]
         cost = 0.0
         start = 0
         for level in range(levels.size):
-            stop = values.size
-            if level < last:
-                middle = (levels[level] + levels[level + 1]) * np.float32(0.5)
-                stop = _end(values, start, scale, middle, level % 2 == 0)
+            stop = _end_of_level(values, levels, level, scale, start)
             if stop > start:
                 real = np.float64(levels[level]) * np.float64(scale)
                 error = squares[stop] - squares[start]
-                error -= 2 * real * (firsts[stop] - firsts[start])
+                error -= 2 * real * (weighted[stop] - weighted[start])
                 cost += max(0.0, error + real * real * (counts[stop] - counts[start]))
             start = stop
         costs[c] = cost
@@ -120,15 +122,12 @@ def _divergences(
     scales: NDArray[np.float32],
     costs: NDArray[np.float64],
 ) -> None:
-    last = levels.size - 1
+    """Fills `costs` [C] from the sums up to each bin: of shares, and of widths."""
     for c in range(scales.size):
         cost = 0.0
         start = 0
         for level in range(levels.size):
-            stop = values.size
-            if level < last:
-                middle = (levels[level] + levels[level + 1]) * np.float32(0.5)
-                stop = _end(values, start, scales[c], middle, level % 2 == 0)
+            stop = _end_of_level(values, levels, level, scales[c], start)
             if stop > start:
                 share = shares[stop] - shares[start]
                 if share > 0.0:

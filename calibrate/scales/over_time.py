@@ -10,7 +10,7 @@ Delayed scaling is as published: github.com/NVIDIA/TransformerEngine, DelayedSca
 transformer_engine/common/recipe/__init__.py, and the kernel in recipe/delayed_scaling.cu beside it.
 A step is quantized with 2^margin · amax / fmt.max, where amax is the largest (`max`) or the last
 (`most_recent`) of the `history` steps before it. The first step has scale 1, and an amax of 0
-keeps the scale. (Transformer Engine's factor divides: it is the inverse of ours.)
+keeps the scale. (Transformer Engine's factor divides: it is the inverse of this scale.)
 """
 
 from collections import deque

@@ -227,7 +227,7 @@ def _scales_of(weights: Sequence[_Weight | HeldWeight], scheme: TensorScheme) ->
         amax = max(float(weight.tile_absmax.max()) for weight in weights)
         shared = microscaling.global_scale(amax, fmt, largest=_LARGEST_SCALE[scheme.method])
     if scheme.method == "mse" and scheme.scale_format != "float32":
-        found = [_swept(weight, scheme, shared) for weight in weights]
+        found = [_searched(weight, scheme, shared) for weight in weights]
     else:
         found = _compared(weights, scheme, fmt, shared)
     return [
@@ -236,7 +236,7 @@ def _scales_of(weights: Sequence[_Weight | HeldWeight], scheme: TensorScheme) ->
     ]
 
 
-def _swept(
+def _searched(
     weight: _Weight | HeldWeight, scheme: TensorScheme, shared: Float32Array | None
 ) -> tuple[Float32Array, float]:
     """Finds the best representable scale of each group; returns scales and squared error."""

@@ -47,9 +47,9 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def mergeable(scheme: TensorScheme) -> bool:
-    """Returns True if fused linears may be given one scale, the largest of theirs.
+    """Returns True if fused linears of this scheme may be given one scale, the largest of theirs.
 
-    Of two levels, that is the global scale.
+    In a two-level scheme it is the global scale.
     """
     return scheme.two_level or scheme.granularity in ("tensor", "channel")
 
@@ -97,7 +97,7 @@ def faulty_scales(scales: Scales, recipe: Recipe, scenario: Scenario) -> Scales:
 
 
 class TakenScales:
-    """`faulty_scales` of all layers on a device, made once for scenarios with equal scales."""
+    """The scales in use under each scenario, on a device; equal ones are copied there once."""
 
     def __init__(self, scales: Scales, recipe: Recipe, device: torch.device) -> None:
         self._scales, self._recipe, self._device = scales, recipe, device
@@ -149,11 +149,11 @@ def faulty_weights(
 def as_fused(
     weights: Mapping[str, Tensor], schemes: Schemes, scales: DeviceScales, spec: ModelSpec
 ) -> dict[str, Tensor]:
-    """Returns `weights` as engines fuse them: those of one scale per tensor get the largest.
+    """Returns `weights` as engines fuse linears that have one scale per tensor.
 
-    Engines dequantize with each one's own scale and round to the largest of q/k/v, or of gate and
-    up. With equal scales, as Octet writes them, nothing changes, so weights that are read from its
-    exports may come without their scales.
+    Engines dequantize each of q/k/v, or of gate and up, with its own scale, and round all to the
+    largest. With equal scales, as Octet writes them, nothing changes, so weights that are read from
+    its exports may come without their scales.
     """
     names = [
         name
@@ -229,25 +229,25 @@ class _Read:
         return self._codes(name, weight) * self._expanded(name, outer, weight)
 
     def without_scale(self, name: str, weight: Tensor) -> Tensor:
-        """Reads `weight` with its scales taken as 1, but for a global one."""
+        """Reads `weight` with its scales taken as 1, except a global scale."""
         codes = self._codes(name, weight)
         return codes * self.outer(name) if self.two_level(name) else codes
 
     def with_swapped_nibbles(self, name: str, weight: Tensor) -> Tensor:
-        """Reads each pair of codes in the wrong order; a format of 8 bits has no pairs."""
+        """Reads each pair of 4-bit codes in the wrong order; 8-bit weights stay as they are."""
         if self._schemes[name][0].format != "e2m1":
             return weight
         pairs = self._codes(name, weight).reshape(len(weight), -1, 2)
-        return pairs.flip(-1).reshape(weight.shape) * self._whole(name, weight)
+        return pairs.flip(-1).reshape(weight.shape) * self._full_scale(name, weight)
 
     def _codes(self, name: str, weight: Tensor) -> Tensor:
         """Recovers the values of the codes, float32 [N, K]; 0 where the scale is 0."""
-        scale = self._whole(name, weight)
+        scale = self._full_scale(name, weight)
         codes = torch.where(scale == 0, 0.0, weight / scale)
         return round_to(codes, FORMATS[self._schemes[name][0].format])
 
-    def _whole(self, name: str, weight: Tensor) -> Tensor:
-        """Returns the product of both levels, which broadcasts to [N, K]."""
+    def _full_scale(self, name: str, weight: Tensor) -> Tensor:
+        """Returns the scale, or the product of both levels, which broadcasts to [N, K]."""
         scale = self._expanded(name, self._scales.need(f"{name}.weight_scale"), weight)
         return scale * self.outer(name) if self.two_level(name) else scale
 

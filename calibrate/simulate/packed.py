@@ -29,7 +29,7 @@ __all__ = ["Pack", "packs"]
 # Queries are skipped in multiples of this: torch's attention on a CPU takes them in blocks of 32 or
 # 64, and a block of another size may be summed in another order.
 _BLOCK = 64
-_UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # relative size of the last bit
+_LAST_BIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # its size relative to the value
 
 
 def packs(
@@ -88,7 +88,7 @@ class Pack:
             states = model.embed(batch.token_ids)
             if noise is not None:
                 off = 2 * torch.rand(states.shape, generator=noise).to(states.device) - 1
-                states = (states.float() * (1 + off * _UNIT[states.dtype])).to(states.dtype)
+                states = (states.float() * (1 + off * _LAST_BIT[states.dtype])).to(states.dtype)
             found.append(real(states, batch))
         return torch.cat(found)[None]
 

@@ -1,9 +1,9 @@
 """Simulates all scenarios together, layer by layer, on golden prompts and their continuations.
 
-Weights are dequantized once a layer and shared by all scenarios. In memory are one layer, in each
-compute dtype, and as many hidden states as fit. A sequence is a prompt and the
-first POSITIONS - 1 tokens of the reference's continuation, so that one pass gives every position at
-which a server is compared. Attention is causal, so the first position depends on the prompt alone.
+Weights are dequantized once per layer and shared by all scenarios. In memory are one layer, in each
+compute dtype, and as many hidden states as fit. A sequence is a prompt and the first POSITIONS - 1
+tokens of the reference's continuation, so that one pass gives every position at which a server is
+compared. Attention is causal, so the first position depends on the prompt alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,8 +41,8 @@ __all__ = ["Answers", "Weights", "simulated"]
 
 _TOKENS = {"cpu": 512, "cuda": 16384}  # per batch: fits in a CPU cache, fills a GPU
 _TOGETHER = 2  # a packed row, without padding, holds this many batches' worth
-_STATES_BYTES = 512 << 20  # of hidden states at a time, or a GPU's free memory but for
-_WORKING = 0.5  # this share of it
+_STATES_BYTES = 512 << 20  # of hidden states at a time on a CPU
+_WORKING = 0.5  # share of a GPU's free memory that is left to other things than hidden states
 
 
 @dataclass
@@ -71,7 +71,7 @@ def simulated(
     layers: LayerWeights | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Iterator[list[Answers]]:
-    """Yields the runs of `chosen` that went through the layers together; all runs of a scenario.
+    """Yields the answers of `chosen`, some scenarios at a time, with all runs of each.
 
     `advance` receives token counts as work progresses; they add up to the tokens of the golden
     prompts.
@@ -104,15 +104,16 @@ class _Bench:
         self._served = LayerSimulator(self._spec, schemes, DeviceScales(scales, device), weights)
         self._models: dict[ComputeDtype, LayeredModel] = {}
         self._golden = golden
-        ours = fault_records(golden)
-        rest = sorted(set(range(len(golden.records))) - set(ours))
+        few = fault_records(golden)
+        rest = sorted(set(range(len(golden.records))) - set(few))
         most = _TOKENS.get(device.type, _TOKENS["cuda"])
         together, padded = most * _TOGETHER, self._spec.generic
-        self._few, others = (
+        self._fault_packs, others = (
             packs(golden_batches(golden, part, most), golden, together, device, padded=padded)
-            for part in (ours, rest)
+            for part in (few, rest)
         )
-        self._packs = self._few + others
+        # `_fault_packs` are of the records that faults are simulated on.
+        self._packs = self._fault_packs + others
 
     @property
     def room(self) -> int:
@@ -123,7 +124,7 @@ class _Bench:
 
     def nbytes(self, run: Run) -> int:
         """Returns the size of the run's hidden states."""
-        tokens = sum(pack.tokens for pack in self._of(run))
+        tokens = sum(pack.tokens for pack in self._packs_of(run))
         itemsize: int = getattr(torch, run.scenario.path.compute).itemsize
         return tokens * self._spec.hidden_size * itemsize
 
@@ -131,11 +132,11 @@ class _Bench:
         """Runs `runs` through all layers, one layer at a time."""
         names: list[ComputeDtype] = list(dict.fromkeys(x.scenario.path.compute for x in runs))
         models = [self._model(name) for name in names]
-        self._begin(runs)
+        self._start_at_embeddings(runs)
         for pairs in zip(*(model.sweep() for model in models), strict=True):
             index = pairs[0][0]
             layers = {name: layer for name, (_, layer) in zip(names, pairs, strict=True)}
-            self._start(runs, index)
+            self._start_at_layer(runs, index)
             started = [run for run in runs if run.start <= index]
             self._layer(index, layers, started)
             progress.step(len(started))
@@ -145,15 +146,17 @@ class _Bench:
         """Returns the answers of a finished run at the positions of its records."""
         records, positions = (
             np.concatenate(found)
-            for found in zip(*((pack.records, pack.at) for pack in self._of(run)), strict=True)
+            for found in zip(
+                *((pack.records, pack.at) for pack in self._packs_of(run)), strict=True
+            )
         )
         model = self._model(run.scenario.path.compute)
         return Answers(run.scenario, torch.cat(run.states, 1)[0], records, positions, model)
 
-    def _of(self, run: Run) -> list[Pack]:
-        return self._packs if run.whole else self._few
+    def _packs_of(self, run: Run) -> list[Pack]:
+        return self._packs if run.whole else self._fault_packs
 
-    def _begin(self, runs: Sequence[Run]) -> None:
+    def _start_at_embeddings(self, runs: Sequence[Run]) -> None:
         """Gives embeddings to runs that start at the first layer; equal embeddings are shared."""
         made: dict[tuple[Any, ...], list[Tensor]] = {}
         for run in runs:
@@ -161,21 +164,22 @@ class _Bench:
             if run.start == 0:
                 run.states = made[key] = made.get(key) or self._embed(run)
 
-    def _start(self, runs: Sequence[Run], index: int) -> None:
+    def _start_at_layer(self, runs: Sequence[Run], index: int) -> None:
         """Gives runs that start at layer `index` the hidden states of their fault-free path."""
         for run in runs:
             if run.start == index and index:
                 path = Scenario(path=run.scenario.path)
                 conforming = next(x for x in runs if x.scenario == path and x.repeat == 0)
-                run.states = conforming.states[: len(self._few)]
+                run.states = conforming.states[: len(self._fault_packs)]
 
     def _layer(self, index: int, layers: dict[ComputeDtype, Any], runs: Sequence[Run]) -> None:
+        """Runs one layer for all `runs`; `layers` has its module in each compute dtype."""
         prefix = self._spec.layer(index)
-        mine = self._served.of_layer(index)
+        schemes = self._served.of_layer(index)
         decoded: dict[str, Tensor] = {}
         if any(run.scenario.path.weights for run in runs):
-            decoded = self._served.weights(next(iter(layers.values())), index, mine)
-        fused = as_fused(decoded, mine, self._served.scales, self._spec)
+            decoded = self._served.weights(next(iter(layers.values())), index, schemes)
+        fused = as_fused(decoded, schemes, self._served.scales, self._spec)
         # Runs that use the same weights, in the same dtype, run one after another.
         groups: dict[tuple[Any, ...], list[Run]] = {}
         for run in runs:
@@ -187,13 +191,15 @@ class _Bench:
             weights = fused if quantized else {}
             if faulty is not None:
                 scenario = group[0].scenario
-                weights = faulty_weights(decoded, mine, self._served.scales, self._spec, scenario)
+                weights = faulty_weights(
+                    decoded, schemes, self._served.scales, self._spec, scenario
+                )
             layer = layers[dtype]
             model = self._model(dtype)
             factors = self._served.factors(weights) if dtype == "float32" else {}
             with replace_weights(layer, prefix, self._spec, weights, factors):
                 for run in group:
-                    rounded = mine if run.scenario.path.activations else ()
+                    rounded = schemes if run.scenario.path.activations else ()
                     cache = cache_rounding(run.scenario, self._recipe)
                     scales = self._taken.of(run.scenario)
                     with self._served.rounding(layer, index, rounded, cache, scales):
@@ -201,7 +207,7 @@ class _Bench:
                             pack.finish(model, layer, states)
                             if index == self._spec.layers - 1
                             else pack.forward(model, layer, states)
-                            for pack, states in zip(self._of(run), run.states, strict=True)
+                            for pack, states in zip(self._packs_of(run), run.states, strict=True)
                         ]
 
     def _model(self, dtype: ComputeDtype) -> LayeredModel:
@@ -214,4 +220,4 @@ class _Bench:
         """Returns each pack's embeddings [1, n, H]; later repeats differ in the last bit."""
         model = self._model(run.scenario.path.compute)
         noise = torch.Generator().manual_seed(run.repeat) if run.repeat else None
-        return [pack.embed(model, noise) for pack in self._of(run)]
+        return [pack.embed(model, noise) for pack in self._packs_of(run)]

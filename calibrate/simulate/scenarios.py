@@ -1,7 +1,7 @@
 """Lists the scenarios that are simulated for a recipe: its serving paths, and faults in them.
 
 A scenario is a `Scenario`. Paths without a fault are those that engines take
-(`calibrate.simulate.predict.serving_paths`), the same with only weights quantized, and with nothing
+(`serving_paths`), the same with only weights quantized, and with nothing
 quantized, as when an engine silently falls back to BF16. Faults come from open reports
 (docs/compatibility.md), as far as they change the logits: scales dropped when a checkpoint is
 loaded, a cache whose bytes are read in another format than they were written in, or scales that
@@ -78,11 +78,11 @@ def simulated_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
             paths.append(ServingPath(kv_cache=cache, kv_rounding="truncate", activations=False))
     for cache in _caches(recipe):
         for queries in _queries(recipe, cache):
-            paths.append(_bare(cache, queries=queries))
+            paths.append(_unquantized(cache, queries=queries))
         if cache == "float16":
-            paths.append(_bare(cache, compute="float32"))
+            paths.append(_unquantized(cache, compute="float32"))
         else:
-            paths.append(_bare(cache, "truncate"))
+            paths.append(_unquantized(cache, "truncate"))
     return tuple(dict.fromkeys(paths))
 
 
@@ -107,7 +107,7 @@ def scenarios_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Scena
         for path in _main_paths(recipe, OTHER_CACHE[own]):
             found += _with(path, _cache_kinds(spec, recipe, scales, path))
     if own in OTHER_CACHE:  # an unquantized model has no scales either
-        for bare in (_bare(own), _bare(own, "truncate")):
+        for bare in (_unquantized(own), _unquantized(own, "truncate")):
             found += _with(bare, _dropped(spec, scales)[-1:])
     return tuple(dict.fromkeys(found))
 
@@ -224,7 +224,7 @@ def _with(path: ServingPath, kinds: Iterable[FaultKind]) -> list[Scenario]:
     return [Scenario(path=path, fault=Fault(kind=kind)) for kind in kinds]
 
 
-def _bare(
+def _unquantized(
     cache: KvCacheDtype,
     rounding: Literal["nearest", "truncate"] = "nearest",
     *,

@@ -43,9 +43,10 @@ _FORMATS = {
     "mxfp4": "mxfp4-pack-quantized",
     "mxfp8": "mxfp8-quantized",
 }
-# Granularities of FP8 weights and activations that vLLM serves; the last one not for experts.
-_FP8 = (("channel", "token"), ("tensor", "tensor"), ("block", "group"), ("channel", "tensor"))
-# An E4M3 cache needs this scheme, which makes vLLM's "auto" mean E4M3; vLLM then refuses E5M2.
+# (weights, activations): granularities of FP8 that vLLM serves; the last pair not for experts.
+_FP8_PAIRS = (("channel", "token"), ("tensor", "tensor"), ("block", "group"), ("channel", "tensor"))
+# The kv_cache_scheme of an E4M3 cache. With it, vLLM's cache dtype "auto" is E4M3, and E5M2 is
+# refused, so a checkpoint for an E5M2 cache has none.
 _E4M3_CACHE = {
     "num_bits": 8,
     "type": "float",
@@ -56,13 +57,13 @@ _E4M3_CACHE = {
 
 
 class CompressedTensors:
+    """The layout `compressed-tensors`; methods are those of `Layout`."""
+
     def check(self, source: Source) -> None:
         for linear in source.quantized_linears().values():
-            schemes = source.schemes(linear)
-            assert schemes is not None
-            weights, inputs = schemes
+            weights, inputs = source.quantized_schemes(linear)
             pair = (weights.granularity, inputs.granularity)
-            served = _FP8[:-1] if ".experts." in linear.name else _FP8
+            served = _FP8_PAIRS[:-1] if ".experts." in linear.name else _FP8_PAIRS
             if weights.kind != inputs.kind or (weights.kind == "fp8" and pair not in served):
                 other = "" if weights.kind == inputs.kind else f"{inputs.kind} "
                 raise UnsupportedError(
@@ -78,9 +79,7 @@ class CompressedTensors:
         return f"compressed-tensors {_format(_groups(source))}"
 
     def linear(self, source: Source, linear: Linear) -> Tensors:
-        schemes = source.schemes(linear)
-        assert schemes is not None
-        weights, inputs = schemes
+        weights, inputs = source.quantized_schemes(linear)
         scale, codes = source.weight_scale(linear), weight(source, linear)
         match weights.kind:
             case "nvfp4":
@@ -106,17 +105,16 @@ class CompressedTensors:
 
     def config(self, source: Source) -> dict[str, Any]:
         groups = _groups(source)
-        # vLLM matches a module's name first and its class last. The largest group is targeted by
-        # class, unless the architecture has modules that Octet does not know.
+        # vLLM matches a module's name first, its class last. So the largest group can be given by
+        # class, "Linear", unless the architecture has modules that Octet does not know.
         largest = max(groups, key=lambda key: len(groups[key]))
         described = {}
         for index, (key, linears) in enumerate(groups.items()):
-            schemes = source.schemes(linears[0])
-            assert schemes is not None
-            everything = key == largest and not source.spec.generic
+            schemes = source.quantized_schemes(linears[0])
+            by_class = key == largest and not source.spec.generic
             names = _patterns(source, [linear.name for linear in linears])
             described[f"group_{index}"] = {
-                "targets": ["Linear"] if everything else names,
+                "targets": ["Linear"] if by_class else names,
                 "format": _FORMATS[schemes[0].kind],
                 "weights": _arguments(schemes[0]),
                 "input_activations": _arguments(schemes[1]),
@@ -136,7 +134,7 @@ class CompressedTensors:
 
 
 def _divisor(scale: npt.NDArray[np.float32]) -> Tensor:
-    """Inverts a scale, only here: in this format NVFP4's global scales are divisors."""
+    """Inverts a global scale of NVFP4: in this format alone, it is stored as a divisor."""
     return float32(np.float32(1) / scale, (1,))
 
 
@@ -144,8 +142,7 @@ def _groups(source: Source) -> dict[str, list[Linear]]:
     """Groups linears by the content of their config_group, apart from its targets."""
     found: dict[str, list[Linear]] = {}
     for linear in source.quantized_linears().values():
-        schemes = source.schemes(linear)
-        assert schemes is not None
+        schemes = source.quantized_schemes(linear)
         key = " ".join(str(_arguments(scheme)) for scheme in schemes)
         found.setdefault(f"{_FORMATS[schemes[0].kind]} {key}", []).append(linear)
     return found

@@ -34,11 +34,12 @@ _SERVED = (("block", "group"), ("tensor", "tensor"))
 
 
 class Fp8:
+    """The layout `fp8`; methods are those of `Layout`."""
+
     def check(self, source: Source) -> None:
         linears = list(source.quantized_linears().values())
         for linear in linears:
-            schemes = source.schemes(linear)
-            assert schemes is not None
+            schemes = source.quantized_schemes(linear)
             pair = (schemes[0].granularity, schemes[1].granularity)
             if {x.kind for x in schemes} != {"fp8"} or pair not in _SERVED:
                 raise UnsupportedError(
@@ -90,6 +91,5 @@ class Fp8:
 
 
 def _is_block(source: Source, linear: Linear | None = None) -> bool:
-    schemes = source.schemes(linear or next(iter(source.quantized_linears().values())))
-    assert schemes is not None
+    schemes = source.quantized_schemes(linear or next(iter(source.quantized_linears().values())))
     return schemes[0].granularity == "block"

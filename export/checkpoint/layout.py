@@ -40,13 +40,13 @@ class Layout(Protocol):
         """Raises UnsupportedError for anything that engines refuse or get wrong in this layout."""
 
     def warnings(self, source: Source) -> list[str]:
-        """Lists why some engine refuses this checkpoint in this layout, though others load it."""
+        """Lists engines that refuse this checkpoint in this layout, and why; others load it."""
 
     def label(self, source: Source) -> str:
         """Returns its name in the manifest, such as "compressed-tensors float-quantized"."""
 
     def linear(self, source: Source, linear: Linear) -> Tensors:
-        """Returns the tensors in place of `<linear>.weight`, by full name; encoded when written."""
+        """Returns what replaces `<linear>.weight`: tensors by full name, encoded when written."""
 
     def cache_scale_name(self, attention: str, which: CacheScale, fused: bool) -> str:
         """Names the tensor of a cache scale; `fused` if the attention module has a qkv_proj."""
@@ -61,7 +61,7 @@ class Layout(Protocol):
 def check_cache(source: Source, checkpoint: str) -> None:
     """Raises UnsupportedError for an E5M2 cache, which vLLM refuses with `checkpoint` ("an fp8").
 
-    Call it after all other checks: its message suggests options, which must not be refused next.
+    Call it after all other checks, so that the options that its message suggests are not refused.
     """
     if source.kv_cache == "e5m2":
         raise UnsupportedError(
@@ -71,9 +71,8 @@ def check_cache(source: Source, checkpoint: str) -> None:
 
 
 def weight(source: Source, linear: Linear) -> PendingTensor:
-    """Returns E4M3 [N, K], or E2M1 as U8 [N, K/2] with the even column in the low half."""
-    schemes = source.schemes(linear)
-    assert schemes is not None
+    """Returns E4M3 [N, K], or E2M1 as U8 [N, K/2], a byte's low half being the even column."""
+    schemes = source.quantized_schemes(linear)
     rows, columns = linear.out_features, linear.in_features
     packed = schemes[0].format == "e2m1"
     dtype, shape = ("U8", (rows, columns // 2)) if packed else ("F8_E4M3", (rows, columns))
@@ -87,8 +86,7 @@ def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
 
     A part that stays in the CPU's cache is hashed and written faster.
     """
-    schemes = source.schemes(linear)
-    assert schemes is not None
+    schemes = source.quantized_schemes(linear)
     if source.blocks_of(linear) is not None:
         yield source.weight_codes(linear)
         return
@@ -100,12 +98,12 @@ def _parts(source: Source, linear: Linear) -> Iterator[npt.NDArray[np.uint8]]:
         part = Tensor(stored.dtype, stored.codes[start : start + step])
         own = scale
         if scale.ndim:  # one row of scales for each row of weights, or of blocks
-            each = BLOCK if schemes[0].granularity == "block" else 1
-            own = scale[start // each : (start + step) // each]
+            rows_per_scale = BLOCK if schemes[0].granularity == "block" else 1
+            own = scale[start // rows_per_scale : (start + step) // rows_per_scale]
         try:
             yield weight_codes(part, own, shared, schemes[0], name=name)
         except NumericsError:
-            source.weight_codes(linear)  # raises the error for the whole tensor
+            source.weight_codes(linear)  # raises the same error, with counts of the whole tensor
             raise
 
 
@@ -116,6 +114,7 @@ def block_scale(source: Source, linear: Linear) -> Tensor:
 
 
 def float32(scale: npt.NDArray[np.float32], shape: tuple[int, ...]) -> Tensor:
+    """Stores scales as float32, in `shape`."""
     return Tensor.of(np.asarray(scale, np.float32).reshape(shape))
 
 

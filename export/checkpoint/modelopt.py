@@ -42,6 +42,8 @@ _E4M3_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 class ModelOpt:
+    """The layout `modelopt`; methods are those of `Layout`."""
+
     def check(self, source: Source) -> None:
         linears = list(source.quantized_linears().values())
         for linear in linears:
@@ -123,9 +125,7 @@ class ModelOpt:
 
 
 def _algorithm(source: Source, linear: Linear) -> str | None:
-    schemes = source.schemes(linear)
-    assert schemes is not None
-    weights, inputs = schemes
+    weights, inputs = source.quantized_schemes(linear)
     if weights.kind != inputs.kind:
         return None
     return _ALGORITHMS.get((weights.kind, weights.granularity, inputs.granularity))

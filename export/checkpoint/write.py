@@ -1,11 +1,12 @@
 """calibration + checkpoint → a quantized checkpoint that vLLM, SGLang or TensorRT-LLM load.
 
-Codes and scales replace the linears' weights, or are copied where the checkpoint has FP8 blocks and
-the recipe too; every other tensor is copied bit for bit. Shards are
-streamed, one a core, with part of one tensor of each in memory. Each file is read once, written
-once, and hashed on the way: SHA-256 of the output, which identifies it, and XXH3-128 of the input,
-if the calibration recorded one (octet/storage/files.py explains its limits). If a shard is not the
-calibration's, the export fails at the shard's end and leaves nothing behind.
+Codes and scales replace the weights of quantized linears. They are copied if both the checkpoint
+and the recipe have FP8 blocks. Every other tensor is copied bit for bit.
+
+Shards are streamed, one per core, with part of one tensor of each in memory. Each file is read
+once, written once, and hashed on the way: SHA-256 of the output, which identifies it, and XXH3-128
+of the input, if the calibration recorded one (octet/storage/files.py explains its limits). If a
+shard has changed since calibration, the export fails at the shard's end and leaves nothing behind.
 
 | cache (`kv_cache`) | in the checkpoint                                                          |
 |--------------------|----------------------------------------------------------------------------|
@@ -62,22 +63,23 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: maps many pages at once, 
 
 
 class ShardReader:
-    """Feeds a shard's file to `digest`, on `executor`, as far as it has been read."""
+    """Reads a shard, and hashes its bytes with `digest` on `executor` while they are in memory."""
 
     def __init__(self, shard: TensorFile, digest: Digest, executor: Executor) -> None:
         self.shard = shard
         self._executor = executor
         self._digest = digest
-        self._in_use = 0  # all bytes before this have been encoded
-        self._asked = 0  # all bytes before this have been submitted for hashing
+        # Offsets in the file; all bytes before them have been:
+        self._encoded = 0
+        self._submitted = 0  # for hashing
         self._hashed = 0
         self._released = 0
-        self._waiting: deque[tuple[int, Future[None]]] = deque()  # each with the end of its part
+        self._waiting: deque[tuple[int, Future[None]]] = deque()  # (end, hashing) of each part
 
     def expect(self, name: str, rows: int = 0) -> None:
-        """Announces that a tensor is about to be encoded, and that `rows` of it already are.
+        """Announces that a tensor is about to be encoded, after its first `rows` rows.
 
-        Calls in the file's order cost least.
+        Reading is fastest if tensors are announced in the file's order.
         """
         start, stop = self.shard.span(name)
         if rows:
@@ -100,9 +102,9 @@ class ShardReader:
             yield codes[first:last]
 
     def release(self) -> None:
-        """Releases the memory of what has been hashed and encoded; it may still be read."""
+        """Releases the memory of what has been hashed and encoded; reading it again is possible."""
         self._settle(_AHEAD)
-        done = min(self._hashed, self._in_use)
+        done = min(self._hashed, self._encoded)
         self.shard.advise("MADV_DONTNEED", self._released, done)
         self._released = max(done, self._released)
 
@@ -116,20 +118,20 @@ class ShardReader:
 
     def _read(self, start: int, stop: int) -> None:
         """Marks all before `start` as encoded, and submits the bytes up to `stop` to be hashed."""
-        self._in_use = max(start, self._in_use)
+        self._encoded = max(start, self._encoded)
         contents = self.shard.contents
-        while self._asked < stop:
-            first, self._asked = self._asked, min(self._asked + _PART, stop)
-            with suppress(OSError):  # older kernels and other systems map pages one by one
-                self.shard.advise(_POPULATE_READ, first, self._asked)
-            part = self._executor.submit(self._digest.update, contents[first : self._asked])
-            self._waiting.append((self._asked, part))
+        while self._submitted < stop:
+            first, self._submitted = self._submitted, min(self._submitted + _PART, stop)
+            with suppress(OSError):  # without it, pages are mapped one by one
+                self.shard.advise(_POPULATE_READ, first, self._submitted)
+            part = self._executor.submit(self._digest.update, contents[first : self._submitted])
+            self._waiting.append((self._submitted, part))
 
     def _settle(self, ahead: int) -> None:
         """Waits until no more than `ahead` bytes have yet to be hashed."""
         while self._waiting:
             end, part = self._waiting[0]
-            if not part.done() and self._asked - self._hashed <= ahead:
+            if not part.done() and self._submitted - self._hashed <= ahead:
                 return
             part.result()
             self._hashed = end
@@ -144,7 +146,7 @@ _LAYOUTS: dict[str, Callable[[], Layout]] = {
     "fp8": Fp8,
 }
 _METADATA = {"format": "pt"}
-_SHARDS_AT_A_TIME = 8  # at most: one a core, each encoded and hashed by threads of its own
+_SHARDS_AT_A_TIME = 8  # at most; each is encoded on one thread and hashed on another
 
 
 def export_checkpoint(
@@ -249,7 +251,7 @@ def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
     for name, tensor in tensors.items():
         weight = f"{name.rpartition('.')[0]}.weight"  # `name` may end in weight_packed
         if isinstance(tensor, PendingTensor) and weight in stored:
-            found[name] = _after(reader, weight, tensor)
+            found[name] = _announced(reader, weight, tensor)
         elif name in copied and name not in changed:
             found[name] = replace(pending(tensor), parts=partial(reader.parts, name))
         else:
@@ -257,8 +259,8 @@ def _streamed(source: Source, reader: ShardReader, tensors: Tensors) -> Tensors:
     return found
 
 
-def _after(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTensor:
-    """Returns the tensor; encoding it notifies `reader` how far the stored one is read."""
+def _announced(reader: ShardReader, stored: str, tensor: PendingTensor) -> PendingTensor:
+    """Returns `tensor`, which tells `reader` while it is encoded how much of `stored` was read."""
 
     def parts() -> Iterator[npt.NDArray[Any]]:
         rows = 0
@@ -280,7 +282,7 @@ def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
     for name in shard.names:
         if name in quantized:
             tensors |= layout.linear(source, quantized[name])
-        elif name in model:  # no scale of a weight that is decoded
+        elif name in model:  # leaves out scales of weights that the checkpoint decodes
             tensors[name] = _copied(source, name)
         tensors |= cache_scales.get(name, {})
     return tensors
@@ -289,7 +291,7 @@ def _shard(source: Source, layout: Layout, shard: TensorFile) -> Tensors:
 def _copied(source: Source, name: str) -> Tensor | PendingTensor:
     """Returns a tensor that is not quantized.
 
-    One that is folded or decoded is in memory only when it is written.
+    A folded or decoded one is computed only when it is written.
     """
     checkpoint = source.checkpoint
     if name not in checkpoint.powers and not checkpoint.decodes(name):
@@ -305,7 +307,7 @@ def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
         attention = f"{source.spec.layer(index)}.self_attn"
         k, v = source.cache_scales(index)
         scales: dict[CacheScale, float | None] = {"q": source.query_scale(index), "k": k, "v": v}
-        if source.kv_cache == "e5m2":  # both or none: vLLM would use a single one for both
+        if source.kv_cache == "e5m2":  # both or none: vLLM would use a single scale for K and V
             scales = {"k": k, "v": v} if (k, v) != (1, 1) else {}
         elif source.kv_cache == "float16":
             scales = {}
@@ -313,10 +315,10 @@ def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
         for which, scale in scales.items():
             if scale is not None:
                 projection = f"{attention}.{which}_proj"
-                anchor = projection if projection in inside else inside[0]
-                name = layout.cache_scale_name(attention, which, anchor != projection)
+                after = projection if projection in inside else inside[0]
+                name = layout.cache_scale_name(attention, which, after != projection)
                 tensor = float32(np.asarray(scale, np.float32), (1,))
-                found.setdefault(f"{anchor}.weight", {})[name] = tensor
+                found.setdefault(f"{after}.weight", {})[name] = tensor
     return found
 
 
@@ -327,7 +329,7 @@ def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
     for name, text in layout.side_files(source).items():
         (directory / name).write_text(text, "utf-8")
     if template_of(source.checkpoint.path) is None:
-        # vLLM serves no chat without a template, and accepts none in a request.
+        # vLLM refuses chats without a template in the checkpoint, and accepts none in a request.
         (directory / TEMPLATE_FILE).write_text(DEFAULT_TEMPLATE, "utf-8")
 
 

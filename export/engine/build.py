@@ -73,10 +73,10 @@ def build_engine(
     """Writes the engine directory `out`; `model` overrides the path of the checkpoint.
 
     `targets` are compute capabilities such as "sm89". None means this machine's GPU or, without
-    one, the targets that TensorRT-RTX builds the recipe for. `max_length` is that of a sequence
-    (default: 8192, or the model's), and the engine is tuned for `usual_batch` of them with
-    `usual_length` cached tokens. `quantize=False` builds the unquantized model, as a baseline; its
-    cache defaults to float16. `prove` executes the engine in the directory that it is given,
+    one, the targets that TensorRT-RTX builds the recipe for. Sequences have at most `max_length`
+    tokens (default: 8192, or the model's limit). The engine is tuned for `usual_batch` sequences
+    with `usual_length` cached tokens. `quantize=False` builds the unquantized model, as a baseline;
+    its cache defaults to float16. `prove` executes the engine in the directory that it is given,
     and returns facts with a `status` ("proven", "weakly proven" by a bound alone, or "unproven" and
     a `reason`). `judge` may refuse the engine after that.
 

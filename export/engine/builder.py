@@ -1,8 +1,8 @@
 """Builds an engine from an ONNX file, with TensorRT or with TensorRT-RTX.
 
-Any complaint of the parser or the builder about a graph ends the build. This matters most for an
-input that it would not read, because it only warns of that. The parts of TensorRT's Python API used
-here exist in every release that tests/export/bindings lists.
+Any error of the parser or the builder ends the build, and so does the warning that an input of the
+graph is not read, which would leave it without effect. The parts of TensorRT's Python API used here
+exist in every release that tests/export/bindings lists.
 
 The timing cache records how fast each kernel was, so that the next build need not try them again.
 """
@@ -57,7 +57,7 @@ def write_timings(config: Any, path: Path) -> None:
         try:
             with open(handle, "wb") as file:
                 file.write(content)
-            os.chmod(written, 0o644)  # mkstemp's 0600 would outlive the move
+            os.chmod(written, 0o644)  # mkstemp makes files that only their owner can read
             os.replace(written, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -67,7 +67,7 @@ def write_timings(config: Any, path: Path) -> None:
 
 
 WORKSPACE_BYTES = 1 << 30  # the most that one layer may use as scratch memory
-LEVELS = range(6)  # of optimization: a higher one builds slower and runs faster
+LEVELS = range(6)  # optimization levels: a higher one builds more slowly and runs faster
 
 # The shapes of one profile: input name -> (smallest, most usual, largest).
 Shape = tuple[int, ...]
@@ -98,7 +98,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision of the quantized linears' GEMMs: module name -> such as "fp8" or "float16".
+    """The precision of the quantized linears' GEMMs, such as "fp8" or "float16", by module name.
 
     `of` is "engine" if every GEMM was found among the compiled layers. It is "network" if only the
     parsed network is known, which the compiler may have changed.
@@ -106,8 +106,8 @@ class Precision:
 
     of: str
     products: Mapping[str, str]
-    layers: int  # compiled ones, or those of the network
-    matmuls: int  # of the network, quantized or not
+    layers: int  # number of compiled layers or, with "network", of parsed ones
+    matmuls: int  # number of MatMuls in the network, quantized or not
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Plan:
     data: Any
     precision: Precision
     seconds: float
-    scratch_bytes: int | None  # memory of an execution beside weights, inputs and outputs
+    scratch_bytes: int | None  # memory during execution, besides weights, inputs and outputs
 
 
 def build_plan(

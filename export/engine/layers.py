@@ -88,13 +88,14 @@ def precision_of(matrices: Iterable[str]) -> str:
             return name
     wide = sorted({name for name in types if name not in ("fp4", "fp8")})
     narrow = [name for name in ("fp4", "fp8") if name in types]
-    # Two wide matrices are the GEMM's operands; a narrow one beside them is something fused.
+    # Two matrices of 16 or 32 bits are the GEMM's operands; a narrow one is of a fused operation.
     if len([name for name in types if name in wide]) >= 2 or not narrow:
         return wide[0] if wide else "unknown"
     return " x ".join([*wide[:1], *narrow[:1]])
 
 
 def _rank(precision: str) -> tuple[bool, bool]:
+    """Orders precisions: both operands narrow, one of them, none."""
     return precision not in ("fp4", "fp8"), " x " not in precision
 
 
@@ -104,7 +105,7 @@ def _datatype(tensor: Mapping[str, Any]) -> str:
 
 
 def _type(name: str) -> str:
-    """Returns our name of a type that TensorRT calls "FP8", "FP4E2M1", "Half", "… FP16 format"."""
+    """Returns Octet's name of TensorRT's "FP8", "FP4E2M1", "Half" or "… FP16 format"."""
     upper = name.upper()
     for known, ours in (("UE8M0", "e8m0"), ("E8M0", "e8m0"), ("FP4", "fp4"), ("FP8", "fp8")):
         if known in upper:

@@ -48,8 +48,8 @@ def profiles_of(
     if max_batch < 1:
         raise UnsupportedError(f"{max_batch} sequences at a time: at least one is decoded")
     longest = longest_of(spec, max_length)
-    batch = _usual("usual_batch", usual_batch, _USUAL_BATCH, max_batch)
-    usual = _usual("usual_length", usual_length, _USUAL_LENGTH, longest)
+    batch = _in_range("usual_batch", usual_batch, _USUAL_BATCH, max_batch)
+    usual = _in_range("usual_length", usual_length, _USUAL_LENGTH, longest)
     prompt = min(MAX_PROMPT, longest)
     # (B, T, S, L): sequences, new tokens, cached slots, positions with logits.
     prefill = ((1, 1, 0, 1), (1, prompt, 0, 1), (1, prompt, longest, min(MAX_LOGITS, prompt)))
@@ -61,7 +61,7 @@ def profiles_of(
     return {"prefill": _profile(spec, prefill), "decode": _profile(spec, decode)}
 
 
-def _usual(name: str, given: int | None, default: int, most: int) -> int:
+def _in_range(name: str, given: int | None, default: int, most: int) -> int:
     if given is not None and not 1 <= given <= most:
         raise UnsupportedError(f"{name} {given}: the engine is built for 1 to {most}")
     return min(default, most) if given is None else given

@@ -12,7 +12,7 @@ from octet.recipe import SchemeKind
 
 __all__ = ["capability", "check_names", "check_recipe_on", "kinds_of", "resolve_targets"]
 
-_ALL = (*RTX_TARGETS, "sm90", "sm100", "sm103", "sm110")
+_KNOWN = (*RTX_TARGETS, "sm90", "sm100", "sm103", "sm110")
 _RTX_FP8 = tuple(target for target in RTX_TARGETS if int(target.removeprefix("sm")) >= 89)
 _DEFAULTS = ("sm89", "sm120")  # TensorRT-RTX's targets on a machine without a GPU
 
@@ -39,7 +39,7 @@ def check_names(targets: Iterable[str]) -> list[str]:
             "--target names no GPU; leave it out, or give names such as sm89,sm120"
         )
     for name in names:
-        if name in _ALL and not _holds(name, "fp8"):
+        if name in _KNOWN and not _supports(name, "fp8"):
             raise UnsupportedError(
                 f"target {name}: compute capability {capability(name)} has no FP8, which begins"
                 f" with 8.9; {RTX} builds FP8 for {', '.join(_RTX_FP8)}"
@@ -67,9 +67,9 @@ def resolve_targets(
         if gpu is not None:
             wanted = [gpu.target]
         else:
-            wanted = [item for item in _DEFAULTS if all(_holds(item, kind) for kind in kinds)]
+            wanted = [item for item in _DEFAULTS if all(_supports(item, kind) for kind in kinds)]
     for target in wanted:
-        if target not in _ALL:
+        if target not in _KNOWN:
             raise UnsupportedError(f"{RTX}: unknown target '{target}'{nearest(target, _RTX_FP8)}")
         if target not in RTX_TARGETS:
             raise UnsupportedError(
@@ -102,7 +102,7 @@ def _why_not(name: Name, kind: SchemeKind, target: str, who: str) -> str | None:
         return (
             f"has MXFP8, which {RTX} takes but multiplies in FP16 after decoding it in every step"
         )
-    if _holds(target, kind):
+    if _supports(target, kind):
         return None
     where = {
         "fp8": ", such as --builder tensorrt-rtx --target sm89",
@@ -116,9 +116,10 @@ def _why_not(name: Name, kind: SchemeKind, target: str, who: str) -> str | None:
 
 
 def _what_runs(target: str) -> str:
-    if not _holds(target, "fp8"):
+    """Names the recipes that run on a target, for a message."""
+    if not _supports(target, "fp8"):
         return f"no recipe runs on {target}"
-    if not _holds(target, "nvfp4"):
+    if not _supports(target, "nvfp4"):
         return f"the recipes fp8, fp8-static and fp8-block run on {target}"
     return f"the recipes fp8, fp8-static, fp8-block and nvfp4 run on {target}"
 
@@ -129,5 +130,6 @@ def kinds_of(source: Source) -> list[SchemeKind]:
     return sorted({scheme.kind for item in linears for scheme in source.schemes(item) or ()})
 
 
-def _holds(target: str, kind: SchemeKind) -> bool:
+def _supports(target: str, kind: SchemeKind) -> bool:
+    """Returns whether a target's tensor cores take a format."""
     return int(target.removeprefix("sm")) >= _NEEDS[kind]

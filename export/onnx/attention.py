@@ -1,15 +1,16 @@
 """Attention of the ONNX decoder, with results that do not depend on how a sequence was split.
 
-FP8 rounding turns a last-bit difference into a whole step of the grid, and over six layers into
-another next token. So the graph makes ONNX Runtime add the same numbers in the same order, whether
-a token is computed in a prefill or in a decoding step, alone or in a batch:
+FP8 rounding turns a difference in the last bit into a whole step of the grid, which after a few
+layers may change the next token. So the graph makes ONNX Runtime add the same numbers in the same
+order, whether a token is computed in prefill or decode, alone or in a batch:
 
 - Key j of a row is always the token at position j. The S cached slots and the T new rows are
   concatenated, then the new rows are written at their positions; slots beyond them are masked.
 - One query row is added and its result dropped: for a single row ONNX Runtime would use a
   matrix-vector kernel, which sums in another order.
 
-`Concatenated` leaves both out. It is for TensorRT, whose kernels promise no order anyway.
+`Positional` does both. `Concatenated` does neither: it is for TensorRT, whose kernels guarantee no
+order of summation.
 
 A layer with a sliding window attends to what the mask allows at the last `sliding_window`
 positions. The graph derives the window from the positions, so that all models have the same inputs.
@@ -114,6 +115,7 @@ class Positional:
         self.slots = self._slots(graph, spec, positions)
 
     def join(self, graph: Graph, past: str, new: str, name: str) -> str:
+        # Appending the new rows makes space; ScatterND then writes them at their positions.
         room = graph.node("Concat", [past, new], f"{name}.room", axis=2)
         return graph.node("ScatterND", [room, self.slots, new], name)
 
@@ -128,7 +130,7 @@ class Positional:
         return graph.node("Slice", [context, self.zero, self.last, self.two], name)
 
     def _padded(self, graph: Graph, mask: str) -> str:
-        """Adds the row of the extra query to the mask."""
+        """Adds a row to the mask for the extra query: [B, 1, T, S+T] → [B, 1, T+1, S+T]."""
         rows = [mask, self.zero, self.one, self.two]
         first = graph.node("Slice", rows, f"{mask}.first_row")
         return graph.node("Concat", [mask, first], f"{mask}.padded", axis=2)
@@ -158,9 +160,9 @@ class Positional:
         return graph.node("And", [allowed, causal], "mask.by_position")
 
     def _slots(self, graph: Graph, spec: ModelSpec, positions: str) -> str:
-        """Computes where ScatterND writes the new rows: int64 [B, Hkv, T, 3].
+        """Computes the indices at which ScatterND writes the new rows: int64 [B, Hkv, T, 3].
 
-        The three are row, head and position.
+        The last axis is (batch row, head, position).
         """
         batch = graph.node("Shape", [positions], "slots.batch", start=0, end=1)
         tokens = graph.node("Shape", [positions], "slots.tokens", start=1, end=2)
@@ -181,7 +183,7 @@ class Positional:
 
 
 def count(graph: Graph, length: str, name: str) -> str:
-    """Adds 0 … length - 1, from a length of shape [1]."""
+    """Adds int64 0 … length - 1; `length` is an int64 value of shape [1]."""
     start = graph.array("range.start", np.array(0, np.int64))
     step = graph.array("range.step", np.array(1, np.int64))
     scalar = graph.node("Squeeze", [length], f"{name}.length")
@@ -210,6 +212,7 @@ def rope_tables(spec: ModelSpec) -> tuple[Float32Array, Float32Array]:
 
 
 def _scaled(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:
+    """Scales RoPE's inverse frequencies [rotary_dim/2] as `linear` or `llama3` does."""
     slowed = frequencies / np.float32(scaling.factor)
     if scaling.type == "linear":
         return slowed

@@ -33,7 +33,8 @@ from octet.recipe import KvCacheDtype
 
 __all__ = ["E4M3Cache", "E5M2Cache", "Float16Cache", "cache_of", "describe"]
 
-_MIN_EXPONENT, _MAX_EXPONENT = -14, 15  # of E5M2's normal values; subnormals have the step of -14
+# Exponents of E5M2's normal values; subnormals have the step of the smallest.
+_MIN_EXPONENT, _MAX_EXPONENT = -14, 15
 _MANTISSA_BITS = 2
 
 

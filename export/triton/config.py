@@ -1,8 +1,8 @@
 """Triton's model configuration, config.pbtxt, as typed objects that are checked when made.
 
 Field names, nesting and order of meaning are those of `ModelConfig` in Triton's
-model_config.proto; only the fields that our entries use are here. The rules are those of Triton's
-ValidateModelConfig, so that a configuration that Triton refuses at start cannot be written.
+model_config.proto; only the fields that Octet's entries use are here. The rules are those of
+Triton's ValidateModelConfig, so a configuration that Triton refuses at start cannot be written.
 Breaking a rule is a mistake of the caller and raises pydantic's ValidationError.
 """
 

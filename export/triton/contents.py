@@ -22,7 +22,7 @@ __all__ = ["WRITERS", "Backend", "Inputs", "Job", "Plan", "check_kernels"]
 
 @dataclass(frozen=True)
 class Plan:
-    """An engine directory, verified."""
+    """An engine directory whose files were verified, and that was built from the calibration."""
 
     path: Path
     manifest: Manifest
@@ -86,21 +86,21 @@ class Job:
 
     @property
     def judge(self) -> Judge | None:
-        """Returns the judge of the entry's content, which refuses it in the name of the entry."""
+        """Returns the judge of the entry's content; its errors name the entry, not the content."""
         judge = self.inputs.judge
         if judge is None:
             return None
         return lambda directory, manifest, _content: judge(directory, manifest, self.out)
 
     def copied_plan(self, directory: Path) -> Manifest:
-        """Copies the plan there; returns its manifest with the details that the judge adds."""
+        """Copies the plan to `directory`; returns its manifest with the details of the judge."""
         assert self.inputs.plan is not None
         manifest = self.inputs.plan.copy(directory)
         judged = {} if self.judge is None else self.judge(directory, manifest, directory)
         return manifest.model_copy(update={"details": manifest.details | judged})
 
 
-# The entry, the manifest of its content, and the path of the content in the version.
+# The entry, the manifest of its content, and the path of the content in the version directory.
 _Written = tuple[Entry, Manifest, str]
 
 
@@ -128,7 +128,8 @@ def _write_vllm(job: Job) -> _Written:
     content = export_checkpoint(
         given.calibration, job.version / "checkpoint", model=given.model, judge=job.judge
     )
-    # Relative to model.json, whose directory model.py changes to; not a name of a model on the Hub.
+    # A path relative to model.json, to whose directory model.py changes. Without "./", vLLM would
+    # take it for a model on the Hub.
     arguments = vllm_engine("./checkpoint", content.model.spec, content.recipe.kv_cache)
     (job.version / "model.json").write_text(json.dumps(arguments, indent=2) + "\n", "utf-8")
     template = files("export.triton").joinpath("triton_vllm_model.py.txt")

@@ -47,10 +47,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings of Triton that an entry takes in place of its own; None and () keep those."""
+    """Settings of Triton that replace an entry's defaults; None and () keep the defaults."""
 
     instances: int | None = None  # on each device
-    queue_delay_us: int | None = None  # that a request may wait for others to join
+    queue_delay_us: int | None = None  # how long a request may wait to be batched with others
     preferred_batches: tuple[int, ...] = ()
 
     def applied(self, config: ModelConfig) -> ModelConfig:
@@ -148,7 +148,7 @@ def vllm_entry(name: str) -> Entry:
 
 
 def vllm_engine(checkpoint: str, spec: ModelSpec, kv_cache: str) -> dict[str, Any]:
-    """Returns vLLM's AsyncEngineArgs for a checkpoint of ours."""
+    """Returns vLLM's AsyncEngineArgs for a checkpoint that Octet exported."""
     engine = {
         "model": checkpoint,
         "dtype": "auto",
@@ -157,7 +157,7 @@ def vllm_engine(checkpoint: str, spec: ModelSpec, kv_cache: str) -> dict[str, An
         "gpu_memory_utilization": 0.9,
     }
     if kv_cache == "e5m2":
-        # The one CUDA backend that reads and writes E5M2; vLLM's others assert, or store E4M3.
+        # The only attention backend on CUDA for E5M2: others fail an assertion, or store E4M3.
         engine["attention_backend"] = "FLASHINFER"
     return engine
 

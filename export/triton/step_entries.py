@@ -40,7 +40,7 @@ __all__ = ["GraphTensor", "onnxruntime_entry", "plan_tensors", "read_graph", "te
 BATCH = 16  # sequences in a step of the ONNX graph
 QUEUE = 1024  # steps that may wait for it; more are refused at once
 WARM_TOKENS, WARM_WINDOW = 16, 64
-MASK_FILE = "true"  # a warm-up's mask: attends to everything
+MASK_FILE = "true"  # file with the mask of a warm-up, which attends to everything
 
 _TYPES = {
     TensorProto.BOOL: DataType.BOOL,
@@ -66,6 +66,7 @@ class GraphTensor:
     shape: _Shape
 
     def declared(self) -> Tensor:
+        """Returns the tensor as Triton's configuration declares it; varying dimensions are -1."""
         sizes = tuple(-1 if isinstance(size, str) else size for size in self.shape)
         return Tensor(self.name, self.data_type, sizes)
 
@@ -136,13 +137,13 @@ def onnxruntime_entry(name: str, inputs: Tensors, outputs: Tensors) -> Entry:
         instance_group=(InstanceGroup(Kind.CPU),),
         input=tuple(tensor.declared() for tensor in inputs),
         output=tuple(tensor.declared() for tensor in outputs),
-        # A batch of n is n requests of one row.
+        # A warm-up with batch_size n is n requests of one row each.
         model_warmup=(
-            Warmup("prompt", 1, _step(inputs, 1, WARM_TOKENS)),
-            Warmup("decode", 2, _step(inputs, 1, 1)),
+            Warmup("prompt", 1, _warmup_step(inputs, 1, WARM_TOKENS)),
+            Warmup("decode", 2, _warmup_step(inputs, 1, 1)),
         ),
     )
-    return Entry(config, _files())
+    return Entry(config, _warmup_files())
 
 
 def tensorrt_entry(
@@ -161,22 +162,24 @@ def tensorrt_entry(
         output=tuple(tensor.declared() for tensor in outputs),
         # Two tokens fit only the prefill profile, two sequences only the decode profile.
         model_warmup=(
-            Warmup("prompt", 1, _step(inputs, 1, tokens, window)),
-            Warmup("decode", 1, _step(inputs, min(2, max_batch), 1, window)),
+            Warmup("prompt", 1, _warmup_step(inputs, 1, tokens, window)),
+            Warmup("decode", 1, _warmup_step(inputs, min(2, max_batch), 1, window)),
         ),
     )
-    return Entry(config, _files())
+    return Entry(config, _warmup_files())
 
 
-def _step(
+def _warmup_step(
     inputs: Tensors, batch: int, tokens: int, window: int = WARM_WINDOW
 ) -> dict[str, WarmupInput]:
+    """Returns a step's inputs: `tokens` new tokens in each row, after `window` cached slots."""
     sizes = {"batch": batch, "sequence": tokens, "logits": 1, "past": window}
     sizes["total"] = window + tokens
     return {tensor.name: tensor.warm(sizes) for tensor in inputs}
 
 
-def _files() -> dict[str, bytes]:
+def _warmup_files() -> dict[str, bytes]:
+    """Returns the files of `warmup`: a mask that is True everywhere, for the largest step."""
     return {MASK_FILE: b"\1" * (WARM_TOKENS * (WARM_WINDOW + WARM_TOKENS))}
 
 

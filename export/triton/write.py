@@ -31,7 +31,7 @@ VERSION = "1"
 _DEFAULT = Tuning()
 CONFIG_FILE = "config.pbtxt"
 
-# The entries of `export_all`, by suffix of the name: the backend, and True if it runs an engine.
+# The entries of `export_all`, by suffix of the name: (backend, True if it runs an engine).
 _ALL: dict[str, tuple[Backend, bool]] = {
     "": ("python", False),
     "-vllm": ("vllm", False),
@@ -39,7 +39,7 @@ _ALL: dict[str, tuple[Backend, bool]] = {
     "-engine": ("python", True),
     "-tensorrt": ("tensorrt", True),
 }
-# Details copied from the content's manifest to the entry's: what is doubtful, changed, expected.
+# Details copied from the content's manifest to the entry's.
 _KEPT = ("warnings", "algorithm", "folded", "expected_divergence", "predicted", "gate")
 _NO_ENGINE = "no engine was given: --engine ENGINE, written by `octet build-engine`"
 
@@ -123,8 +123,8 @@ def export_all(
     They are `name` (default: the model's) for the Python backend, and with suffixes `-vllm`,
     `-onnxruntime` and, with an `engine`, `-engine` (the Python backend on it) and `-tensorrt`. An
     entry that its backend cannot run is left out, with the reason. A refusal by `judge` ends the
-    export, and the entries written by then stay. Errors that can be known in advance (in both
-    inputs, the destinations, and the space for all entries) are raised before the first is written.
+    export; entries written before it stay. The inputs, the destinations and the space for all
+    entries are checked before the first is written.
     """
     repository = repository.absolute()
     name = name or Manifest.load(calibration, "calibration", verify=False).model.name
@@ -132,7 +132,7 @@ def export_all(
     for entry in all_entries(calibration, repository, name):
         check_destination(entry, force=force, inputs=paths)
     plan = None if engine is None else Plan.open(engine, calibration)
-    # Each entry hashes the shards of the checkpoint by itself.
+    # Shards are not hashed here, because each entry hashes them itself.
     source = Source.open(calibration, model, shards=False)
     entries, sizes = Entries(), dict[str, int]()
     for suffix, (backend, on_engine) in _ALL.items():

@@ -110,6 +110,12 @@ class Calibration:
         file = TensorFile.open(self.path / MEAN_SQUARES_FILE)
         return {name: file.read(name).float32() for name in file.names}
 
+    @property
+    def weight_scales(self) -> dict[str, npt.NDArray[np.float32]]:
+        """The scales and global scales of weights, by their names in `scales`."""
+        suffixes = (".weight_scale", ".weight_global_scale")
+        return {name: scale for name, scale in self.scales.items() if name.endswith(suffixes)}
+
     def cache_scale(self, attention: str, which: str, kv_cache: KvCacheDtype) -> float | None:
         """Returns the scale of queries ("q"), keys ("k") or values ("v") for a `kv_cache` cache.
 

@@ -15,11 +15,11 @@ class Coverage:
 
     ids: int  # token ids in the prompts
     vocabulary: int
-    outside: float  # share of the held-out tokens whose ids are in no prompt
-    longest: int  # tokens
-    context: int  # of the model
-    experts: int  # in all layers, that a prompt's token was routed to
-    all_experts: int  # 0: no mixture of experts
+    outside: float  # share of the held-out tokens whose ids are in no prompt, 0 to 1
+    longest: int  # tokens of the longest prompt
+    context: int  # tokens that the model's context holds
+    experts: int  # experts, in all layers, that a token of a prompt was routed to
+    all_experts: int  # experts in all layers; 0: not a mixture of experts
 
     @property
     def text(self) -> str:

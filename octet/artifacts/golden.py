@@ -63,10 +63,10 @@ class GoldenRecord(BaseModel):
     prompt_token_ids: Annotated[tuple[Token, ...], Field(min_length=1)]
     continuation_token_ids: tuple[Token, ...]  # greedy
     tops: Annotated[tuple[Top, ...], Field(min_length=1)]
-    # -Σ ln p in nats of the prompt's tokens except the first, each given the tokens before it. None
-    # for a list of token ids, which is no text.
+    # Negative log-likelihood in nats of the prompt's tokens except the first, each given the tokens
+    # before it. None for a list of token ids, which is not text.
     prompt_nll: float | None = None
-    # Experts that the prompt's tokens were routed to, a bit each: the number in hexadecimal.
+    # Experts that the prompt's tokens were routed to: a number with a bit for each, in hexadecimal.
     experts: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
 
     @property
@@ -84,7 +84,7 @@ class Scope(BaseModel):
     context: Annotated[int, Field(ge=1)]  # positions of the model
     experts: Annotated[int, Field(ge=0)]  # in all layers; 0: no mixture of experts
     held_out: Annotated[int, Field(ge=1)]  # tokens of the samples that prompts are chosen from
-    counts: dict[Token, int]  # of the prompts' ids among those tokens
+    counts: dict[Token, int]  # how often each token id of a prompt occurs among those tokens
 
 
 class GoldenSet(BaseModel):
@@ -112,7 +112,10 @@ class GoldenSet(BaseModel):
 
     @property
     def texts(self) -> list[GoldenRecord]:
-        """The records whose prompts are text, and not lists of token ids."""
+        """The records whose prompts are text, not lists of token ids.
+
+        All records if none has a likelihood, as those of earlier releases.
+        """
         return [x for x in self.records if x.prompt_nll is not None] or list(self.records)
 
     @property

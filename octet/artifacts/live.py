@@ -40,7 +40,7 @@ _METADATA = "octet"
 _SUFFIX = ".safetensors"
 _LARGEST = 1 << 30  # bytes of a file
 _PARTIAL = ".partial"
-_STALE_S = 600.0  # a file is written within seconds; a partial one this old has lost its writer
+_STALE_S = 600.0  # age at which a partial file is removed: writing takes seconds
 _NAME = re.compile(r"[0-9a-f]{1,64}-\d+-\d+\.safetensors")
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Counting:
     """Says which steps are counted, and where the counts are kept."""
 
     directory: Path
-    one_step_in: int = 100  # steps of the engine
-    window_tokens: int = 4096  # counted ones, after which a file is written
+    one_step_in: int = 100  # on average, one of so many steps of the engine is counted
+    window_tokens: int = 4096  # number of counted tokens after which a file is written
 
 
 class LiveRecord(BaseModel):
@@ -66,7 +66,7 @@ class LiveRecord(BaseModel):
     recipe: Annotated[str, Field(max_length=1000)]
     engine: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]  # one name for all ranks of an engine
     rank: Annotated[int, Field(ge=0)]
-    number: Annotated[int, Field(ge=0)]  # of the window, from 0 in each engine
+    number: Annotated[int, Field(ge=0)]  # number of the window, from 0 in each engine
     tokens: Annotated[int, Field(ge=1, le=1 << 48)]
     steps: Annotated[int, Field(ge=1)]
     one_step_in: Annotated[int, Field(ge=1)]
@@ -112,8 +112,8 @@ class LiveCounts:
         self._engine = engine or os.urandom(8).hex()
         self._rank = rank
         self._number = 0
-        # The ranks of an engine draw the same steps. Every Nth would count prompts alone, or never,
-        # where all requests take a multiple of N steps.
+        # Steps are drawn at random, the same ones on all ranks of an engine. Every Nth step could
+        # always be a prefill, or never, if all requests take a multiple of N steps.
         self._random = random.Random(self._engine)
         self._writing: threading.Thread | None = None
         self._clear()

@@ -88,7 +88,8 @@ def sign(directory: Path, key: "Ed25519PrivateKey") -> None:
 def require_signature(directory: Path, path: Path) -> None:
     """Raises ArtifactError unless the key at `path` signed the manifest in `directory`.
 
-    It does not compare the other files with the manifest. Raises ConfigError for another key.
+    It does not compare the other files with the manifest. Raises ConfigError for a file that is no
+    Ed25519 public key.
     """
     key = public_key(path)
     from cryptography.exceptions import InvalidSignature

@@ -88,7 +88,8 @@ def choose(
 ) -> Choice:
     """Chooses for `devices`; `small` prefers the fewest bits, for a budget to promote layers.
 
-    `cache` is that of the choice, whatever runs; `version` is vLLM's, and any known one by default.
+    `cache` is chosen whether it runs or not, if given. `version` is vLLM's; by default, the worst
+    outcome of all known versions counts.
     Raises UnsupportedError if nothing is known to run on all of them.
     """
     versions = known_versions("vllm") if version is None else (version,)
@@ -99,8 +100,8 @@ def choose(
     worst = max(recipe.outcomes, key=OUTCOMES.index)
     how = {"native": "natively"}.get(worst, worst if len(names) == 1 else f"at worst {worst}")
     wanted = "the fewest bits" if small else "the most exact"
-    runs_best = next(each for each in _CACHES if each == best.name)
-    kv_cache = runs_best if cache is None else cache
+    best_cache = next(each for each in _CACHES if each == best.name)
+    kv_cache = best_cache if cache is None else cache
     why: dict[KvCacheDtype, str] = {
         "e4m3": "holds as many tokens as E5M2 and is more exact",
         "e5m2": "E4M3 does not run on all of them; E5M2 holds as many tokens and is less exact",

@@ -26,8 +26,8 @@ def wait_briefly() -> None:
 
     OpenMP reads the setting once, when torch is imported. Call this before.
     """
-    ours = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
-    if not ours & os.environ.keys():
+    settings = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
+    if not settings & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = _POLLS
         os.environ["KMP_BLOCKTIME"] = "0"  # ms; of Intel's and LLVM's OpenMP
 

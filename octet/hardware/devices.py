@@ -24,7 +24,7 @@ _COMPUTE = re.compile(r"(?:computecapability|sm)?(\d{1,2})\.?(\d)a?")
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, or the CPU of a machine. Figures are of one, and None where they are not known."""
+    """A GPU, or the CPU of a machine. Figures are those of one GPU; None if not known."""
 
     name: str
     vendor: Vendor

@@ -12,13 +12,13 @@ from octet.numerics.formats import E4M3, E5M2, Format, decode, encode
 
 __all__ = ["Fp8Check", "compared"]
 
-# Of the BF16 result, half a unit in the last of 8 bits; and of products that tensor cores add with
-# 13 bits (Hopper), relative to the sum of their magnitudes.
+# Allowed errors: of the result, half a unit in the last of BF16's 8 bits; and of the sum, of which
+# Hopper's tensor cores keep 13 bits, relative to the sum of the products' magnitudes.
 _RESULT, _SUM = 2.0**-8, 2.0**-11
 
 
 class Fp8Check(BaseModel):
-    """A comparison: the number of values, of those that differ, or why nothing was computed."""
+    """A comparison: how many values were compared and differ, or why nothing was computed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,6 +40,7 @@ def compared(found: Mapping[str, Any]) -> tuple[Fp8Check, ...]:
 
 
 def _matmul(found: Mapping[str, Any]) -> Fp8Check:
+    """Compares torch's FP8 matmul with a float64 one of the same codes."""
     name = "FP8 matmul"
     if "problem" in found:
         return Fp8Check(name=name, problem=found["problem"])
@@ -56,6 +57,7 @@ def _matmul(found: Mapping[str, Any]) -> Fp8Check:
 
 
 def _cache(name: str, fmt: Format, found: Mapping[str, Any]) -> Fp8Check:
+    """Compares torch's rounding to `fmt`, and its decoding, with Octet's."""
     if "problem" in found:
         return Fp8Check(name=name, problem=found["problem"])
     values = bf16_to_float32(np.arange(2**16, dtype=np.uint16))

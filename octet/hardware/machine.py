@@ -86,8 +86,8 @@ class Environment(_Facts):
     python: str = ""
     packages: dict[str, str] = {}
     nvrtc: str | None = None
-    torch_cuda: str | None = None  # that torch was built for
-    torch_device: str | None = None  # where it computed: cuda or cpu
+    torch_cuda: str | None = None  # CUDA version that torch was built for
+    torch_device: str | None = None  # device of the FP8 checks: cuda or cpu
     torch_problem: str = ""
     checks: tuple[Fp8Check, ...] = ()
     problem: str = ""  # why it could not be inspected
@@ -123,7 +123,7 @@ class Machine(_Facts):
     cores: int = 1
     memory: int | None = None  # bytes
     driver: str | None = None
-    cuda: str | None = None  # the newest that the driver supports
+    cuda: str | None = None  # newest CUDA version that the driver supports
     gpus: tuple[Gpu, ...] = ()
     gpu_problem: str = ""
     environment: Environment

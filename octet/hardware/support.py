@@ -52,23 +52,24 @@ Rounding = Literal["nearest", "truncate"]
 
 
 class _Conditions(BaseModel):
-    """Conditions of a rule; one that is None holds everywhere."""
+    """Conditions of a rule; one that is None always holds. Patterns are shell patterns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: EngineName | None = None
-    versions: str | None = None
-    device: str | None = None
-    recipe: str | None = None
+    versions: str | None = None  # one, "0.24", or a range, "0.24..0.30", with open ends "..0.23"
+    device: str | None = None  # a pattern of capabilities, or a range such as "8.0..8.9"
+    recipe: str | None = None  # a pattern of `pattern_of`
     format: str | None = None
-    cache: str | None = None
+    cache: str | None = None  # a pattern of cache dtypes
     attention: str | None = None
-    without: str | None = None
+    without: str | None = None  # a package that is not installed
     priority: bool = False  # decides whatever other rules hold
-    source: str
+    source: str  # a key of the table's `sources`, then ": " and a place in it, if any
 
     @property
     def rank(self) -> tuple[bool, int]:
+        """The rule of the highest rank decides: by priority, then by number of conditions."""
         named = (self.engine, self.versions, self.device, self.recipe, self.format, self.cache)
         given = (*named, self.attention, self.without)
         return self.priority, sum(x is not None for x in given)
@@ -116,16 +117,18 @@ class _Table(BaseModel):
     caches: tuple[_Rule, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Query:
+    """A combination that rules are checked against."""
+
     engine: EngineName
-    version: tuple[int, int]
+    version: tuple[int, int] = (-1, -1)  # such as (0, 24); (-1, -1) is before all versions
     capability: str
-    recipe: str
+    recipe: str = ""  # a pair of schemes, see `pattern_of`
     cache: KvCacheDtype
-    format: str
-    attention: str | None
-    missing: frozenset[str]
+    format: str = ""
+    attention: str | None = None  # None: the backend that the engine selects
+    missing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,11 @@ class Support:
     outcome: Outcome  # the worse one of the next two
     weights: Outcome
     cache: Outcome
-    activations: bool | None = None  # whether linears round their inputs; None: not known
+    activations: bool | None = None  # whether linears round their activations; None: not known
     rounding: Rounding | None = None  # of the cache's writer
     queries: bool | None = None  # whether attention rounds queries to E4M3; None: either
-    attention: str | None = None  # the backend
-    message: str = ""  # the engine's own
+    attention: str | None = None  # the attention backend
+    message: str = ""  # with which the engine refuses
     remedy: str = ""
     sources: tuple[str, ...] = ()
     measured: bool = False  # with this version; otherwise read in the engine's source or documents
@@ -152,11 +155,11 @@ class Support:
 
 @dataclass(frozen=True)
 class Numerics:
-    """A way of rounding: the inputs of linears, the cache when it is written, queries."""
+    """A way of rounding."""
 
-    activations: bool
-    rounding: Rounding
-    queries: bool
+    activations: bool  # whether linears round their activations
+    rounding: Rounding  # of the cache, when it is written
+    queries: bool  # whether attention rounds queries to E4M3
 
 
 def support(
@@ -182,22 +185,15 @@ def support(
         message = f"{engine} {version} is not known; {known[0]} to {known[-1]} are"
         return Support("unknown", "unknown", "unknown", message=message)
     versions = known_versions(engine) if version is None else (version,)
-    found = {
-        _support(
-            _Query(
-                engine,
-                _numbers(each),
-                device.capability,
-                "",
-                cache,
-                format,
-                attention,
-                frozenset(missing),
-            ),
-            recipe,
-        )
-        for each in versions
-    }
+    query = _Query(
+        engine=engine,
+        capability=device.capability,
+        cache=cache,
+        format=format,
+        attention=attention,
+        missing=frozenset(missing),
+    )
+    found = {_support(replace(query, version=_numbers(each)), recipe) for each in versions}
     return found.pop() if len(found) == 1 else _agreed(found)
 
 
@@ -236,7 +232,11 @@ def attention_of(
 ) -> str | None:
     """Returns the attention backend that an engine selects for a cache; None if not known."""
     query = _Query(
-        engine, _numbers(version), device.capability, "", cache, "", None, frozenset(missing)
+        engine=engine,
+        version=_numbers(version),
+        capability=device.capability,
+        cache=cache,
+        missing=frozenset(missing),
     )
     chosen = _decide(_table().attention, query)
     return None if chosen is None else chosen.use
@@ -275,13 +275,14 @@ def pattern_of(pair: Pair | None) -> str:
 
 
 def _support(query: _Query, recipe: Wanted) -> Support:
+    """Returns the answer for one version; with several schemes, for the worst of them."""
     named = query.attention
     if named is None:
         chosen = _decide(_table().attention, query)
         named = None if chosen is None else chosen.use
-    query = _with(query, attention=named)
+    query = replace(query, attention=named)
     cache = _decide(_table().caches, query)
-    linears = [_decide(_table().weights, _with(query, recipe=x)) for x in _patterns(recipe)]
+    linears = [_decide(_table().weights, replace(query, recipe=x)) for x in _patterns(recipe)]
     weights = max(linears, key=lambda rule: OUTCOMES.index(_outcome(rule)))
     rules = [rule for rule in (weights, cache) if rule is not None]
     worst = max(rules, key=lambda rule: OUTCOMES.index(rule.outcome), default=None)
@@ -301,6 +302,7 @@ def _support(query: _Query, recipe: Wanted) -> Support:
 
 
 def _rounds(rule: _Rule | None) -> bool | None:
+    """Returns whether linears round their activations; native GEMMs do unless the rule says so."""
     if rule is None:
         return None
     if rule.activations is not None:
@@ -336,6 +338,7 @@ def _agreed(found: set[Support]) -> Support:
 
 
 def _patterns(recipe: Wanted) -> Sequence[str]:
+    """Returns the pairs of schemes that a recipe uses, as the table writes them."""
     if isinstance(recipe, str):
         recipe = PRESETS[recipe]
     if isinstance(recipe, Recipe):
@@ -364,14 +367,13 @@ def _source(rule: _Conditions) -> str:
 
 
 def _measured(rule: _Conditions, query: _Query) -> bool:
-    """Returns whether the rule was seen with the given version; always True for `plain`."""
+    """Returns whether the rule was seen with the given version.
+
+    Always True for the source `plain`, which needs no measurement.
+    """
     key = rule.source.partition(": ")[0]
     version = _table().sources[key].measured
     return key == "plain" or (version is not None and _numbers(version) == query.version)
-
-
-def _with(query: _Query, **changes: Any) -> _Query:
-    return replace(query, **changes)
 
 
 def _numbers(version: str) -> tuple[int, int]:

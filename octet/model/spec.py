@@ -94,7 +94,7 @@ class ModelSpec(BaseModel):
     # Features in config.json that no field describes, such as "rope_type 'longrope'". Code that
     # computes the model from this object has to refuse them.
     undescribed: tuple[str, ...] = ()
-    attention_sinks: bool = False  # [heads], each a logit of attention that has no value
+    attention_sinks: bool = False  # a tensor [heads]: a further logit in attention's softmax
     # gpt-oss: gate <= limit, |up| <= limit, (up + 1) * gate * sigmoid(alpha * gate)
     swiglu_alpha: float | None = None
     swiglu_limit: float | None = None

@@ -35,7 +35,7 @@ def groups_by_input(linears: Iterable[Linear]) -> list[list[Linear]]:
 
 
 def rows_of(spec: ModelSpec, linear: Linear, degree: int) -> list[int | None]:
-    """Returns how many outputs of each stored part one GPU has; None if they do not divide."""
+    """Returns the outputs of one GPU, for each part such as q, k and v; None if not divisible."""
     name = linear.name.rpartition(".")[2]
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     if name in _BY_COLUMNS:
@@ -70,14 +70,14 @@ def _problems(spec: ModelSpec, recipe: Recipe | None, degree: int) -> Iterator[s
         yield f"{spec.kv_heads} KV heads do not divide, nor are they a divisor of it"
     for group, schemes in _groups(spec, recipe):
         for linear in group:
-            yield from _of_linear(spec, schemes, linear, degree)
+            yield from _linear_problems(spec, schemes, linear, degree)
         if schemes is not None and schemes[0].granularity == "block":
-            yield from _of_blocks(spec, group, degree)
+            yield from _block_problems(spec, group, degree)
 
 
 @lru_cache(maxsize=8)
 def _groups(spec: ModelSpec, recipe: Recipe | None) -> list[tuple[list[Linear], Schemes]]:
-    """Returns the groups by input with their schemes; of those that are alike, the first."""
+    """Returns the groups by input with their schemes; of equal groups, only the first."""
     found: dict[object, tuple[list[Linear], Schemes]] = {}
     for group in groups_by_input(spec.linears()):
         schemes = None if recipe is None else recipe.scheme_of(group[0].name)
@@ -87,8 +87,10 @@ def _groups(spec: ModelSpec, recipe: Recipe | None) -> list[tuple[list[Linear], 
     return list(found.values())
 
 
-def _of_linear(spec: ModelSpec, schemes: Schemes, linear: Linear, degree: int) -> Iterator[str]:
-    """Yields problems of a shard that does not have whole rows, columns and groups of inputs."""
+def _linear_problems(
+    spec: ModelSpec, schemes: Schemes, linear: Linear, degree: int
+) -> Iterator[str]:
+    """Yields why one GPU's shard of a linear would not have whole rows, columns and groups."""
     for part in rows_of(spec, linear, degree):
         if part is None:
             yield f"{linear.name} has {linear.out_features} outputs, which do not divide"
@@ -99,15 +101,16 @@ def _of_linear(spec: ModelSpec, schemes: Schemes, linear: Linear, degree: int) -
     for scheme in schemes or ():
         if scheme.group_size is not None and columns % scheme.group_size:
             yield (
-                f"{linear.name} has {columns} inputs{_each(degree)}, no multiple of"
+                f"{linear.name} has {columns} inputs{_per_gpu(degree)}, no multiple of"
                 f" {scheme.group_size}, the group of {scheme.kind} scales"
             )
 
 
-def _of_blocks(spec: ModelSpec, group: list[Linear], degree: int) -> Iterator[str]:
-    """Yields problems of parts that do not end at the edge of a block.
+def _block_problems(spec: ModelSpec, group: list[Linear], degree: int) -> Iterator[str]:
+    """Yields the parts whose rows do not end at the edge of a block of scales.
 
-    Parts that are joined, or cut from a whole, must end there; the last of joined parts need not.
+    They must if a part is joined with others, or is one GPU's shard; the last of joined parts need
+    not.
     """
     parts = [(linear, size) for linear in group for size in rows_of(spec, linear, degree) if size]
     experts = ".experts." in group[0].name
@@ -119,14 +122,15 @@ def _of_blocks(spec: ModelSpec, group: list[Linear], degree: int) -> Iterator[st
     for linear, size in parts:
         if size % BLOCK:
             yield (
-                f"{linear.name} has {size} outputs{_each(degree)}, no multiple of {BLOCK}, the"
+                f"{linear.name} has {size} outputs{_per_gpu(degree)}, no multiple of {BLOCK}, the"
                 " block of its scales"
             )
 
 
 def _divide(size: int, parts: int) -> int | None:
+    """Returns `size` / `parts`; None if not divisible."""
     return None if size % parts else size // parts
 
 
-def _each(degree: int) -> str:
+def _per_gpu(degree: int) -> str:
     return " on each GPU" if degree > 1 else ""

@@ -18,8 +18,8 @@ from octet.storage.files import read_object
 
 __all__ = ["Basis", "Measurement", "estimate", "read_bench"]
 
-# What a speed rests on: that load was measured; loads on both sides of it were, or others only;
-# nothing was, so it is a bound.
+# How a speed is known: this load was measured; larger and smaller loads were measured; only other
+# loads were; nothing was, so it is the roofline, an upper bound.
 Basis = Literal["measured", "interpolated", "extrapolated", "roofline"]
 
 

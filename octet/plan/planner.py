@@ -195,7 +195,7 @@ def make_plan(model: Model, goal: Goal, measurements: Sequence[Measurement] = ()
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """Why a combination has no row, and the tokens that its cache would hold."""
+    """Why a combination has no row, and how many tokens its cache would hold."""
 
     reason: str
     tokens: int = -1
@@ -224,7 +224,7 @@ def _row(
             continue
         engine = Engine(degree, goal.concurrency, batched)
         divided = divide(sizes, kv_cache, engine, memory)
-        if _needed(goal.context) * goal.concurrency > divided.blocks:
+        if _blocks_per_request(goal.context) * goal.concurrency > divided.blocks:
             short = (degree, divided)
             continue
         roofline = Roofline(sizes, kv_cache, goal.device, degree, found.weights == "native")
@@ -251,29 +251,30 @@ def _row(
     return _LeftOut(_too_large(sizes, short, memory, goal), short[1].tokens)
 
 
-def _needed(context: int) -> int:
-    """Returns the blocks of one request."""
+def _blocks_per_request(context: int) -> int:
+    """Returns the KV-cache blocks of a request of `context` tokens."""
     return -(-context // BLOCK)
 
 
 def _longest(spec: ModelSpec, memory: Memory, concurrency: int) -> int:
+    """Returns the longest context, in tokens, with which `concurrency` requests fit."""
     return min(spec.max_positions, memory.blocks // concurrency * BLOCK)
 
 
 def _largest(
     sizes: Sizes, kv_cache: KvCacheDtype, engine: Engine, memory: int, context: int
 ) -> int:
-    """Returns the most requests of `context` that fit.
+    """Returns the largest batch of requests of `context` tokens that fits, by bisection.
 
-    More of them leave less for the cache, because one token is sampled for each at once.
+    A larger batch leaves less for the cache, because a token is sampled for all requests at once.
     """
 
     def fitting(batch: int) -> int:
         batched = max(engine.max_num_batched_tokens, batch)
         larger = replace(engine, max_num_seqs=batch, max_num_batched_tokens=batched)
-        return divide(sizes, kv_cache, larger, memory).blocks // _needed(context)
+        return divide(sizes, kv_cache, larger, memory).blocks // _blocks_per_request(context)
 
-    low = engine.max_num_seqs  # which fit
+    low = engine.max_num_seqs  # as many are known to fit
     high = max(fitting(low), low)
     while low < high:
         middle = (low + high + 1) // 2
@@ -284,13 +285,13 @@ def _largest(
 def _too_large(sizes: Sizes, short: tuple[int, Memory], memory: int, goal: Goal) -> str:
     degree, divided = short
     gib = 2**30
-    if divided.cache < _needed(1) * BLOCK * divided.token_bytes:
+    if divided.cache < _blocks_per_request(1) * BLOCK * divided.token_bytes:
         return (
             f"does not fit on {degree} GPUs: its weights take {divided.weights / gib:.1f} of the"
             f" {memory / gib:.1f} GiB of each; take fewer bits, or larger GPUs"
         )
     context = _longest(sizes.spec, divided, goal.concurrency)
-    batch = divided.blocks // _needed(goal.context)
+    batch = divided.blocks // _blocks_per_request(goal.context)
     ways = [f"--concurrency {batch}"] if batch else []
     ways += [f"--context {context}"] if context else []
     what = f"{goal.concurrency} requests of {goal.context} tokens do not fit on {degree} GPUs"
@@ -318,7 +319,7 @@ def _name(recipe: Recipe | None) -> str:
 
 
 def _without_memory(device: Device) -> str:
-    """Returns the error for a device of which only the capability is known: what that implies."""
+    """Returns the error for a device whose memory is not known; says what would run on it."""
     named = [f"{x} {support(device, 'vllm', VLLM, x, 'float16').weights}" for x in ("fp8", "nvfp4")]
     known = ", ".join(one.name.lower() for one in devices() if one.memory is not None)
     return (

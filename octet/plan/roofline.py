@@ -51,7 +51,10 @@ class Roofline:
         return load.requests * load.output / seconds
 
     def _seconds(self, requests: int, tokens: int, seen: float, bandwidth: float) -> float:
-        """Returns the time of a pass over `tokens` of each request, which see `seen` on average."""
+        """Returns the seconds of a forward pass over `tokens` tokens of each request.
+
+        Each token attends to `seen` tokens on average.
+        """
         sizes, spec = self.sizes, self.sizes.spec
         cached = requests * (seen if tokens == 1 else tokens)
         token_bytes = sizes.cache_bytes(self.kv_cache, self.degree)
@@ -69,7 +72,7 @@ class Roofline:
         return recipe.weights.format if recipe is not None and self.native else None
 
     def _flops(self, format: str | None) -> float:
-        """Returns the GPU's rate in a weight format; that of 16 bits where it has no other."""
+        """Returns the GPU's FLOP/s with weights in `format`; in 16 bits if it lacks that format."""
         device = self.device
         rates = {"e4m3": device.flops_fp8, "e2m1": device.flops_fp4 or device.flops_fp8}
         return rates.get(format or "") or device.flops_16bit or 0.0

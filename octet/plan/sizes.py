@@ -83,7 +83,7 @@ class Sizes:
         """Returns the bytes of all `tensors` together."""
         scales = 3 * self.spec.layers if kv_cache == "e4m3" and self.recipe is not None else 0
         tables = (1 if self.spec.tied_embeddings else 2) * self.spec.vocab_size
-        rest = self._copied + tables * self.spec.hidden_size
+        rest = self._replicated_elements + tables * self.spec.hidden_size
         linears = sum(
             count * self._linear_bytes(linear, schemes, 1, width)
             for (linear, schemes), count in self._kinds.items()
@@ -105,7 +105,7 @@ class Sizes:
             count * self._linear_bytes(linear, schemes, degree)
             for (linear, schemes), count in self._kinds.items()
         )
-        return total + 2 * (self._other_elements(degree) + self._table)
+        return total + 2 * (self._other_elements(degree) + self._rope_elements)
 
     def read_bytes(self, degree: int, tokens: int = 1) -> float:
         """Returns the bytes of weights that a forward pass over `tokens` tokens reads on each GPU.
@@ -118,14 +118,14 @@ class Sizes:
             share = self.expert_share(tokens) if ".experts." in linear.name else 1.0
             total += count * share * self._linear_bytes(linear, schemes, degree)
         rest = self._other_elements(degree) - (
-            0 if spec.tied_embeddings else self._table_of(degree)
+            0 if spec.tied_embeddings else self._embedding_elements(degree)
         )
         return total + 2 * rest
 
     def products(self, quantized: bool | None = None) -> int:
-        """Returns the multiply-adds of the GEMMs for one token, head included.
+        """Returns the multiply-adds of the GEMMs for one token, the head included.
 
-        Of the quantized linears alone, or of the others, if `quantized` is given.
+        If `quantized` is given, only those of linears that are quantized, or of all others.
         """
         spec = self.spec
         total = 0 if quantized else spec.vocab_size * spec.hidden_size
@@ -167,15 +167,16 @@ class Sizes:
         return sum(math.prod(shape) * size for _, shape, size in tensors) + bias
 
     def _other_elements(self, degree: int) -> int:
-        """Returns the elements on each GPU of all but the linears: embedding, head, norms, routers.
+        """Returns the elements on each GPU outside of linears: embedding, head, norms, routers.
 
-        Embedding and head are split over the GPUs, the others are copied to each.
+        Embedding and head are split over the GPUs; each GPU has a copy of the others.
         """
         tables = 1 if self.spec.tied_embeddings else 2
-        return self._copied + tables * self._table_of(degree)
+        return self._replicated_elements + tables * self._embedding_elements(degree)
 
     @cached_property
-    def _copied(self) -> int:
+    def _replicated_elements(self) -> int:
+        """The elements of norms and routers."""
         linears = {f"{x.name}.{part}" for x in self.spec.linears() for part in ("weight", "bias")}
         tables = ("model.embed_tokens.weight", "lm_head.weight")
         return sum(
@@ -184,12 +185,12 @@ class Sizes:
             if name not in linears and name not in tables
         )
 
-    def _table_of(self, degree: int) -> int:
+    def _embedding_elements(self, degree: int) -> int:
         """Returns the elements of the embedding, or of the head, on each GPU."""
         rows = -(-self.spec.vocab_size // _PADDED_VOCABULARY) * _PADDED_VOCABULARY
         return -(-rows // degree) * self.spec.hidden_size
 
     @property
-    def _table(self) -> int:
-        """The elements of the table of sines and cosines, of which each GPU has one."""
+    def _rope_elements(self) -> int:
+        """The elements of RoPE's table of sines and cosines, of which each GPU has a copy."""
         return self.spec.max_positions * self.spec.rotary_dim

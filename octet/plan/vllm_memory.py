@@ -36,11 +36,9 @@ _SECOND_RUNNER = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 # Bytes of each logit while it samples. First runner: BF16, FP32, probabilities and noise. Second:
 # BF16 and FP32.
 _LOGIT_BYTES = {False: 14, True: 6}
-_DRIVER = 512 << 20
-# What the trial run allocates outside of torch: CUDA modules and libraries.
-_OTHER = 600 << 20
-# Its CUDA graphs, of up to 86 batch sizes.
-_GRAPHS = 400 << 20
+_DRIVER = 512 << 20  # bytes that the driver keeps, see `usable_memory`
+_OTHER = 600 << 20  # bytes of CUDA modules and libraries, which are not allocated by torch
+_GRAPHS = 400 << 20  # bytes of CUDA graphs, of up to 86 batch sizes
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,10 @@ class Memory:
 
 
 def usable_memory(memory: int) -> int:
-    """Returns the bytes that CUDA offers of a GPU's `memory`, as nvidia-smi or a data sheet has it.
+    """Returns the bytes that CUDA can allocate of a GPU's `memory`, its size in nvidia-smi.
 
-    The driver keeps 0.4 to 0.7 GiB: 79.65 GiB of an H100 are 79.2, 140.4 GiB of an H200 are 139.8.
+    The driver keeps 0.4 to 0.7 GiB: CUDA has 79.2 of an H100's 79.65 GiB, and 139.8 of an H200's
+    140.4 GiB.
     """
     return memory - _DRIVER
 

@@ -47,7 +47,7 @@ CLOSER = Cause(
     "check which checkpoint the server loaded, and whether its weights and its cache are quantized",
 )
 _SHOWN = 3  # causes, if several are as likely
-_BY_LENGTH = 0.01  # significance at which the length of prompts is named
+_BY_LENGTH = 0.01  # significance, two-sided, at which the length of prompts is given as the cause
 _OTHER = {"e5m2": "E4M3", "e4m3": "E5M2"}
 # kind -> sentence, remedy
 _FAULTS = {
@@ -121,10 +121,10 @@ def cause_of(scenario: Scenario, declared: ServingPath) -> Cause:
 
 
 def no_distribution(defect: str) -> Cause:
-    """Returns the cause when values are no log-probabilities; `defect` continues "they are"."""
+    """Returns the cause when values cannot be log-probabilities; `defect` says why."""
     return Cause(
         "no_distribution",
-        f"are no log-probabilities: {defect}",
+        f"are invalid: {defect}",
         "look for NaN in the server's logits: weights or scales that are NaN (octet verify finds"
         " them in the checkpoint), a cache that overflows, or a kernel",
     )

@@ -80,9 +80,9 @@ def declared_paths(
     label += f" on {device.name}" if device else ""
     if engine is not None or device is not None:
         pair = (recipe.weights, recipe.activations) if quantized else None
-        taken = set(_taken(pair, kv_cache, engine, device))
+        taken = set(_known_paths(pair, kv_cache, engine, device))
         if taken:
-            found = [path for path in found if _shape(path) in taken]
+            found = [path for path in found if _without_compute(path) in taken]
         else:
             label += " (how that rounds is not known: any way conforms)"
     return Declared(tuple(found), label, kv_cache, weights, engine, device)
@@ -118,7 +118,7 @@ def vllm_path(
     )
 
 
-def _taken(
+def _known_paths(
     pair: Pair | None, kv_cache: KvCacheDtype, engine: Engine | None, device: Device | None
 ) -> Iterator[ServingPath]:
     """Yields the paths that the hardware model knows, without their compute dtype."""
@@ -143,6 +143,6 @@ def _assumed(engine: Engine | None) -> Sequence[Device]:
     return list({device.capability: device for device in gpus}.values())
 
 
-def _shape(path: ServingPath) -> ServingPath:
+def _without_compute(path: ServingPath) -> ServingPath:
     """Returns `path` without its compute dtype, for comparison."""
     return path.model_copy(update={"compute": "bfloat16"})

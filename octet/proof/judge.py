@@ -37,10 +37,12 @@ from octet.statistics import t_quantile
 
 __all__ = ["ALPHA", "BETA", "judge"]
 
-ALPHA = 1e-5  # of refusing a conforming server, over all interim analyses of a probe
+ALPHA = 1e-5  # probability of refusing a conforming server, over all interim analyses of a probe
+# ln of the factor, of squared distances, by which answers must be nearer to a cause than to the
+# best conforming path and, with the confidence below it, than to a model that predicts nothing.
 _EXPLAINED = math.log(4)
-_EXPLAINED_AT = 0.99  # confidence that answers are nearer to a cause than to no prediction
-_SHOWING = 3  # prompts that this takes at least: two may be alike by chance
+_EXPLAINED_AT = 0.99
+_FEWEST_PROMPTS = 3  # that show a cause: two may be alike by chance
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 
@@ -63,9 +65,9 @@ def judge(
     count = len(golden.records)
     responses = [x for x in last.values() if 0 <= x.record < count]
     measured = measure(golden, responses)
-    broken = [defect for defect in map(improper, responses) if defect]
-    if broken:
-        return _without_distribution(measured, broken, len(responses))
+    defects = [defect for defect in map(improper, responses) if defect]
+    if defects:
+        return _with_invalid(measured, defects, len(responses))
     if not measured.prompts:
         reason = "inconclusive: no answer can be compared with the golden records"
         return Verdict("inconclusive", measured, None, None, None, (), (), reason)
@@ -84,12 +86,16 @@ def judge(
     return verdict
 
 
-def _without_distribution(measured: Measure, broken: Sequence[str], count: int) -> Verdict:
-    cause = no_distribution(broken[0])
+def _with_invalid(measured: Measure, defects: Sequence[str], count: int) -> Verdict:
+    """Returns the verdict when some of `count` answers hold values that are not log-probabilities.
+
+    `defects` says for each of these answers what is wrong.
+    """
+    cause = no_distribution(defects[0])
     reason = (
-        f"worse than expected: of {len(broken)} of {count} answers its numbers {cause.sentence}"
+        f"worse than expected: the log-probabilities of {len(defects)} of {count} answers"
+        f" {cause.sentence}: {cause.remedy}"
     )
-    reason += f": {cause.remedy}"
     return Verdict("worse", measured, None, None, cause, (), (), reason)
 
 
@@ -107,7 +113,7 @@ class _Judgement:
     ) -> None:
         self._scenarios, self._comparison, self._whole = scenarios, comparison, whole
         self._declared, self._measured = declared, measured
-        self._level = ALPHA / 3 / looks
+        self._level = ALPHA / 3 / looks  # of each of the three tests in one interim analysis
         self._best = comparison.best
         self._separations = {h: whole.separation(self._best, h) for h in whole.others}
         visible = [h for h in whole.others if self._is_visible(h)]
@@ -136,16 +142,20 @@ class _Judgement:
         )
 
     def _is_visible(self, other: Scenario) -> bool:
+        """Returns whether all prompts suffice to tell `other` from a conforming server."""
         prompts = self._whole.against(other, self._best)[1]
         return self._excludable(other, prompts) or self._refusable(self._whole, other, prompts)
 
     def _excludable(self, other: Scenario, prompts: int) -> bool:
-        """Returns whether a conforming server excludes `other` with 1 - BETA on all prompts."""
+        """Returns whether a conforming server excludes `other` with probability 1 - BETA.
+
+        That is on all prompts, if all are sent.
+        """
         least = t_quantile(1 - BETA, prompts - 1)
         return self._separations[other] >= self._exclusion(self._whole, other, prompts) + least
 
     def _refusable(self, comparison: Comparison, other: Scenario, prompts: int) -> bool:
-        """Returns whether a server of `other` is refused with 1 - BETA."""
+        """Returns whether a server of `other` is refused with probability 1 - BETA."""
         least = t_quantile(1 - BETA, prompts - 1)
         return (
             comparison.separation(other, self._best)
@@ -172,17 +182,17 @@ class _Judgement:
             z > self._threshold(comparison, h, prompts) for h, (z, prompts) in scores.items()
         )
         misfit, prompts = comparison.misfit(self._best)
-        mostly = not beaten and misfit <= t_quantile(1 - self._level, prompts - 1)
+        mostly_fits = not beaten and misfit <= t_quantile(1 - self._level, prompts - 1)
         outliers = comparison.outliers(self._best)
-        if mostly and outliers.chance >= self._level:
+        if mostly_fits and outliers.chance >= self._level:
             return None, "as_expected"
         # The server is refused. The cause may also be a scenario that is not visible.
         ahead = [h for h in comparison.others if comparison.against(h, self._best)[0] > 0]
         likeliest = self._likeliest(ahead)
-        if likeliest is not None and self._explains(likeliest, all_prompts=mostly):
+        if likeliest is not None and self._explains(likeliest, all_prompts=mostly_fits):
             farther = self._whole.farther(likeliest, self._best)
             return self._cause(likeliest, ahead), "worse" if farther else "better"
-        if mostly and len(outliers.prompts) * 2 <= prompts:
+        if mostly_fits and len(outliers.prompts) * 2 <= prompts:
             lengths = [comparison.lengths[n] for n in outliers.prompts]
             shorter, longer = comparison.by_length(self._best, outliers.prompts)
             return partly_wrong(lengths, prompts, shorter=shorter, longer=longer), "worse"
@@ -195,7 +205,7 @@ class _Judgement:
 
         Prefers a fault of the best conforming path that is as likely at 95 %.
         """
-        ranked = sorted(among, key=self._mean, reverse=True)
+        ranked = sorted(among, key=self._lead, reverse=True)
         for other in ranked:
             z, prompts = self._comparison.against(ranked[0], other)
             if other.path == self._best.path and z < t_quantile(0.95, prompts - 1):
@@ -210,7 +220,7 @@ class _Judgement:
             z, prompts = self._comparison.against(likeliest, other)
             return z < t_quantile(0.975, prompts - 1)  # two-sided: either may be ahead
 
-        rivals = sorted(filter(as_likely, ahead), key=self._mean, reverse=True)
+        rivals = sorted(filter(as_likely, ahead), key=self._lead, reverse=True)
         if all(cause_of(other, self._best.path).name == cause.name for other in rivals):
             return cause
         excluded = [h for h in self._comparison.others if not as_likely(h)]
@@ -228,7 +238,7 @@ class _Judgement:
             return False
         nearer = fits or comparison.nearer(other, self._best) >= _EXPLAINED
         z, prompts = comparison.nearer_than_nothing(other, _EXPLAINED)
-        return nearer and prompts >= _SHOWING and z > t_quantile(_EXPLAINED_AT, prompts - 1)
+        return nearer and prompts >= _FEWEST_PROMPTS and z > t_quantile(_EXPLAINED_AT, prompts - 1)
 
     def _doubt(self, expected: Range) -> str | None:
         """Returns why a server that is not refused is not yet as expected; None if it is."""
@@ -247,6 +257,7 @@ class _Judgement:
         return None
 
     def _is_excluded(self, other: Scenario) -> bool:
+        """Returns whether the answers so far rule out that the server is of `other`."""
         comparison = self._comparison
         z, prompts = comparison.against(other, self._best)
         if self._excludable(other, self._whole.against(other, self._best)[1]):
@@ -254,8 +265,8 @@ class _Judgement:
         usual = t_quantile(1 - BETA, prompts - 1) - comparison.separation(self._best, other)
         return z < usual and self._refusable(comparison, other, prompts)
 
-    def _mean(self, scenario: Scenario) -> float:
-        """Returns the mean log-likelihood over that of the best path, on the prompts of both."""
+    def _lead(self, scenario: Scenario) -> float:
+        """Returns the mean log-likelihood minus that of the best path, on the prompts of both."""
         scores = self._comparison.scores
         return float(np.nanmean(scores[scenario] - scores[self._best]))
 
@@ -265,13 +276,13 @@ class _Judgement:
         for h in self._comparison.candidates:
             z, prompts = self._comparison.against(h, self._best)
             separation = self._separations.get(h, 0.0)
-            found.append(Score(h.label, base + self._mean(h), z, separation, prompts))
+            found.append(Score(h.label, base + self._lead(h), z, separation, prompts))
         return tuple(sorted(found, key=lambda score: -score.log_likelihood))
 
     def _expected(self) -> Range:
         """Returns the range of the best conforming path, from the scatter of all paths.
 
-        Kernels lie between a path's compute dtypes, so that the range reaches over those of all. An
+        Real kernels lie between a path's float32 and its bfloat16, so the range spans both. An
         unquantized model in float32 is the reference itself. See `octet.proof.expected_range`.
         """
         found = {

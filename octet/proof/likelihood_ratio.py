@@ -23,7 +23,8 @@ from octet.statistics import t_quantile
 
 __all__ = ["BETA", "Comparison"]
 
-BETA = 1e-3  # of not excluding a visible scenario, and of refusing where it explains no better
+# Probability of not excluding a visible scenario, and of a refusal by one that explains no better.
+BETA = 1e-3
 
 # Unquantized and in float32: this path is the reference itself.
 _REFERENCE = Scenario(
@@ -52,7 +53,7 @@ class Comparison:
         """Takes all scenarios except those that were simulated on none of these prompts."""
         answers = Answers.of(golden, responses)
         points = {h: answers.points(x) for h, x in scenarios.logprobs.items()}
-        if _REFERENCE not in points and not any(_bare(path) for path in conforming):
+        if _REFERENCE not in points and not any(_is_unquantized(path) for path in conforming):
             points[_REFERENCE] = answers.reference[None]
         candidates = {
             h: Candidate(h, x) for h, x in points.items() if len(x) and not np.isnan(x).all()
@@ -98,8 +99,8 @@ class Comparison:
     def separation(self, truth: Scenario, other: Scenario) -> float:
         """Returns the mean z of `truth` over `other` when repeats of `truth` act as the server.
 
-        Both means leave out one repeat, so that neither is over more. 0 if `truth` was simulated
-        only once.
+        Each repeat is left out of its own mean. So that both means are over as many, one repeat of
+        `other` is left out too. 0 if `truth` was simulated only once.
         """
         key = truth, other
         if key not in self._separations:
@@ -125,16 +126,16 @@ class Comparison:
         Also returns the number of prompts.
         """
         candidate = self.candidates[scenario]
-        excess = self._logs(candidate, self.answers.served, None) - self._usual
+        excess = self._log_ratios(candidate, self.answers.served, None) - self._usual
         return z_score(excess, _margin(candidate))
 
     def outliers(self, scenario: Scenario) -> Outliers:
         """Returns the prompts least likely under the scenario, and their probability.
 
-        Distances count above the margin.
+        The margin is subtracted from all distances first.
         """
         candidate = self.candidates[scenario]
-        excess = self._logs(candidate, self.answers.served, None) - _margin(candidate)
+        excess = self._log_ratios(candidate, self.answers.served, None) - _margin(candidate)
         known = np.flatnonzero(~np.isnan(excess))
         found = find_outliers(excess[known], [self.lengths[n] for n in known], self._heaviness)
         return replace(found, prompts=tuple(int(known[n]) for n in found.prompts))
@@ -154,7 +155,7 @@ class Comparison:
         scaled to `prompts` of them.
         """
         candidate = self.candidates[scenario]
-        logs, margin = self._logs(candidate, served, without)[among], _margin(candidate)
+        logs, margin = self._log_ratios(candidate, served, without)[among], _margin(candidate)
         z, count = z_score(logs - self._usual[among], margin)
         if z * math.sqrt(prompts / count) > t_quantile(1 - level, prompts - 1):
             return False
@@ -166,7 +167,7 @@ class Comparison:
 
         All that are as far off count: outliers are also sought among the longest alone.
         """
-        logs = self._logs(self.candidates[scenario], self.answers.served, None)
+        logs = self._log_ratios(self.candidates[scenario], self.answers.served, None)
         far = np.flatnonzero(logs >= min(logs[n] for n in prompts))
         return rank_tails(self.lengths, far.tolist())
 
@@ -180,7 +181,7 @@ class Comparison:
         return float(np.nanmean(np.log(self._floored(other) / self._floored(mine))))
 
     def nearer_than_nothing(self, scenario: Scenario, margin: float) -> tuple[float, int]:
-        """Returns z of the same ln over a model that predicts nothing, above `margin`.
+        """Returns z of the ln of `nearer`, above `margin`, against a model that predicts nothing.
 
         That model gives the reference's likeliest tokens no probability. Where neither the answers
         nor the scenario give them any either, both distances are 0 and show nothing: only the other
@@ -205,6 +206,7 @@ class Comparison:
         return float(np.mean(mine - self._from_reference(self.best))) > 0
 
     def _from_reference(self, scenario: Scenario) -> Values:
+        """Returns [n]: squared distances of the scenario from the reference, mean over repeats."""
         points = self.candidates[scenario].points
         return np.asarray(distance(points, self.answers.reference).mean(0))
 
@@ -212,7 +214,7 @@ class Comparison:
     def _usual(self) -> Values:
         """[n]: mean ln(|x - m|²/S) over the repeats that the noise was fitted to."""
         found = [
-            self._logs(candidate, served, number)
+            self._log_ratios(candidate, served, number)
             for h in self.noise.fitted
             for candidate in (self.candidates[h],)
             for number, served in enumerate(candidate.points)
@@ -223,7 +225,7 @@ class Comparison:
     def _heaviness(self) -> int:
         """The heaviness of the repeats' ln(|x - m|²/S), with S from the other scenarios only."""
         found = [
-            self._logs(candidate, served, number)
+            self._log_ratios(candidate, served, number)
             + np.log(self.noise.prompts / self.noise.others(h))
             for h in self.noise.fitted
             if len(self.noise.fitted) > 1
@@ -232,12 +234,14 @@ class Comparison:
         ]
         return heaviness(np.concatenate(found) if found else np.empty(0))
 
-    def _logs(self, candidate: Candidate, served: Values, without: int | None) -> Values:
+    def _log_ratios(self, candidate: Candidate, served: Values, without: int | None) -> Values:
+        """Returns [n]: ln(|x - m|²/S) of `served`, with repeat `without` left out of m."""
         kept = candidate.repeats - (without is not None)
         squared = self._floored(candidate.squared(served, without=without))
         return np.asarray(np.log(squared / self.noise.expected(candidate, kept)))
 
     def _floored(self, squared: Values) -> Values:
+        """Raises squared distances to the error of float32 log-probabilities."""
         return np.asarray(np.maximum(squared, self.noise.least))
 
 
@@ -247,5 +251,6 @@ def _margin(candidate: Candidate) -> float:
     return math.log((2 + one) / (1 + one))
 
 
-def _bare(path: ServingPath) -> bool:
+def _is_unquantized(path: ServingPath) -> bool:
+    """Returns whether `path` quantizes nothing."""
     return not path.weights and path.kv_cache == "float16"

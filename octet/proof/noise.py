@@ -93,7 +93,7 @@ class Noise:
         self.fitted = tuple(chaotic)  # scenarios
         self._shares = dict(zip(chaotic, table / levels[:, None], strict=True))
         self._levels = {h: float(np.nanmean(v / prompts)) for h, v in known.items()}
-        self._quietest = float(levels.min())
+        self._least = float(levels.min())
 
     def level(self, scenario: Scenario) -> float:
         """Returns c_h, with the mean of v_i being 1.
@@ -104,7 +104,7 @@ class Noise:
         if scenario.fault is not None and scenario in self._levels:
             return self._levels[scenario]
         own = (Scenario(path=path) for path in (scenario.path, twin))
-        return max((self._levels[h] for h in own if h in self._levels), default=self._quietest)
+        return max((self._levels[h] for h in own if h in self._levels), default=self._least)
 
     def expected(self, candidate: Candidate, repeats: int | None = None) -> Values:
         """Returns [n]: S, the expected squared distance from the mean of `repeats` repeats.

@@ -31,7 +31,7 @@ __all__ = ["Outliers", "exceeded", "find_outliers", "heaviness", "rank_tails"]
 
 _QUANTILES = (0.9, 0.95, 0.99)
 _PARTS = 4  # quarters of the prompts, by length
-_LEAST, _MOST = 1, 7  # of a; F(14, 14) is the lightest tail ever observed in repeats
+_LEAST, _MOST = 1, 7  # limits of a; F(14, 14) is the lightest tail ever observed in repeats
 
 
 def heaviness(repeats: NDArray[np.float64]) -> int:
@@ -47,7 +47,7 @@ def exceeded(r: float, a: int) -> float:
     """Returns the probability that ln F(2a, 2a) is above `r`."""
     if r > 700:  # e^r overflows a float
         return 0.0
-    return _or_more(2 * a - 1, a, 1 / (1 + math.exp(r)))
+    return _at_least(2 * a - 1, a, 1 / (1 + math.exp(r)))
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,11 @@ def find_outliers(excess: NDArray[np.float64], lengths: Sequence[int], a: int) -
 
 
 def _worst(excess: NDArray[np.float64], group: NDArray[np.int64], a: int) -> Outliers:
+    """Returns the k farthest prompts of `group` for which Berk and Jones's statistic is least."""
     count = len(group)
     ranked = [int(n) for n in sorted(group, key=lambda n: -excess[n])]
     found = [
-        (count * _or_more(count, k, exceeded(float(excess[n]), a)), k)
+        (count * _at_least(count, k, exceeded(float(excess[n]), a)), k)
         for k, n in enumerate(ranked, start=1)
     ]
     chance, k = min(found)
@@ -82,13 +83,13 @@ def _worst(excess: NDArray[np.float64], group: NDArray[np.int64], a: int) -> Out
 
 
 @cache
-def _ways(trials: int) -> tuple[int, ...]:
+def _binomials(trials: int) -> tuple[int, ...]:
     return tuple(math.comb(trials, k) for k in range(trials + 1))
 
 
-def _or_more(trials: int, successes: int, p: float) -> float:
+def _at_least(trials: int, successes: int, p: float) -> float:
     """Returns P(B(trials, p) >= successes)."""
-    ways = _ways(trials)
+    ways = _binomials(trials)
     return math.fsum(ways[k] * p**k * (1 - p) ** (trials - k) for k in range(successes, trials + 1))
 
 

@@ -54,7 +54,7 @@ def complete(record: GoldenRecord, response: Response) -> bool:
 
 
 def improper(response: Response) -> str | None:
-    """Returns why some values are no log-probabilities; None if all are."""
+    """Returns why some values cannot be log-probabilities; None if all can."""
     prompt = tuple(x for x in response.prompt_logprobs or () if x is not None)
     found = (_improper(tuple(top.values())) for top in response.tops if top)
     return _impossible(prompt) or next((defect for defect in found if defect), None)
@@ -69,11 +69,12 @@ def _improper(values: Sequence[float]) -> str | None:
         return defect
     total = math.fsum(map(math.exp, values))
     if total == 0:
-        return "-9999 or less of every token, as NaN and infinities become in some servers"
-    return "of probabilities that exceed 1 together" if total > 1 + _ROUNDING else None
+        return "-9999 or less for every token, which some servers send in place of NaN"
+    return "their probabilities sum to more than 1" if total > 1 + _ROUNDING else None
 
 
 def _impossible(values: Sequence[float]) -> str | None:
+    """Returns why one of `values` cannot be a log-probability; None if each can."""
     if any(map(math.isnan, values)):
         return "NaN"
     if math.inf in values:

@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def weak(self) -> bool:
-        """Returns whether it is as expected by a bound alone: smaller faults would not show."""
+        """Returns whether only a bound was checked, which smaller faults would pass."""
         return self.outcome == "as_expected" and self.bound is not None
 
     def leaving_out(self, left_out: LeftOut | None) -> "Verdict":

@@ -1,1 +1,4 @@
-"""Reads and writes safetensors files, JSON documents and checksums."""
+"""Reads and writes safetensors files, JSON documents and checksums.
+
+Start with `tensors.py` and `files.py`.
+"""

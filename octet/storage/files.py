@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 XXH3 = "xxh3-128:"  # prefix of its checksums in hex; a SHA-256 has none
-# The most that a JSON file or a safetensors header may have: 150,000 tensors. Arrays, objects and
-# keys take far more memory and time than their bytes, so there may be one in 30 bytes of the limit.
+# Largest JSON file or safetensors header, enough for 150,000 tensors. Arrays, objects and keys take
+# far more memory and time than their bytes, so at most one in 30 bytes of the limit is allowed.
 MAX_JSON_BYTES = 32 << 20
 _BYTES_PER_ITEM = 30
-MAX_TOKENIZER_BYTES = 256 << 20  # of one of its files; the largest known has 34 MB
+MAX_TOKENIZER_BYTES = 256 << 20  # of one tokenizer file; the largest known has 34 MB
 _PART = 1 << 20  # bytes read at a time
 
-# Follows the path of a file that Git has not downloaded.
+# Text of an error, after the path of a file that Git LFS has not downloaded.
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` in its directory"
 
 

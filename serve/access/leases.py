@@ -1,9 +1,10 @@
 """Shares one key's limits with other gateways: by leases, or by a fixed part without the store.
 
 A lease is a number of requests and tokens that this process may begin within `LEASE_S`, without
-another call. The store counts it from when it is granted, as used at the last possible moment; the
-next report replaces it by what was really used. So in no 60 seconds does a key begin more than its
-limit, and a process that is killed keeps at most one lease from the others, for as long.
+another call. From when it is granted, the store counts all of it, as if it were used in the lease's
+last moment; the next report replaces that by what was really used. So in no 60 seconds does a key
+begin more than its limit, and a process that is killed keeps at most one lease from the others, for
+as long.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ __all__ = ["LEASE_S", "Reply", "SharedRates", "Store"]
 
 LEASE_S = 2.0
 LEASES = 256  # a lease is this part of a limit, or one request if that is more
-AGAIN_S = 0.2  # a refusal is repeated for so long, without a call to the store
+AGAIN_S = 0.2  # how long a refusal is repeated without another call to the store
 MINUTE_S = 60.0
 NO_LIMIT = -1
 REQUESTS, TOKENS, QUOTA, IN_FLIGHT = 1, 2, 3, 4  # verdicts; 0 is a lease
@@ -120,7 +121,7 @@ class SharedRates(Rates):
 
     @property
     def held(self) -> bool:
-        """True while requests in flight must be reported again, or they would lapse."""
+        """True while requests are in flight, which the store forgets unless they are reported."""
         return bool(self.in_flight)
 
     async def take(self, key: KeyConfig, usage: Usage, tokens: int) -> Charge:
@@ -254,7 +255,7 @@ class SharedRates(Rates):
                 raise refusal.error(later_s)
 
     def _alone(self, key: KeyConfig, usage: Usage, tokens: int) -> Charge:
-        """Charges a request by the policy for a store that cannot be reached."""
+        """Charges a request while the store cannot be reached, as `when_lost` says."""
         self._store.decided_alone()
         if self._store.when_lost == "refuse":
             raise RequestError(

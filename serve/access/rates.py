@@ -185,21 +185,21 @@ class Rates:
 class Charge:
     """The charge for one request. Exactly one of `release` and `refund` ends it."""
 
-    __slots__ = ("_rates", "_since", "_slot", "_true", "_usage", "key", "tokens")
+    __slots__ = ("_actual", "_rates", "_since", "_slot", "_usage", "key", "tokens")
 
     def __init__(self, rates: Rates, usage: Usage, key: str, tokens: int, now: float) -> None:
         self._rates = rates
         self._usage = usage
         self._since = now
         self._slot = rates.tokens.add(tokens, now)
-        self._true: int | None = None
+        self._actual: int | None = None  # tokens, once they are known
         self.key = key
         self.tokens = tokens
 
     def settle(self, tokens: int) -> None:
         """Replaces the estimate, or an earlier true count, by the true count."""
-        before = self.tokens if self._true is None else self._true
-        self._true = tokens
+        before = self.tokens if self._actual is None else self._actual
+        self._actual = tokens
         rates = self._rates
         rates.tokens.correct(self._slot, tokens - before, rates.clock())
         rates.changed()
@@ -210,7 +210,7 @@ class Charge:
         duration_s = rates.clock() - self._since
         newest = SMOOTHING if rates.duration_s else 1.0
         rates.duration_s += newest * (duration_s - rates.duration_s)
-        self._end(self.tokens if self._true is None else self._true)
+        self._end(self.tokens if self._actual is None else self._actual)
 
     def refund(self, *, keep_request: bool) -> None:
         """Ends the charge of a request that never began: its tokens do not count.

@@ -29,7 +29,7 @@ TIMEOUT_S = 1.0  # of a round trip
 BEAT_S = 0.25  # between reports of a key that changes
 HOLD_S = 10.0  # until what a gateway holds lapses without a report: it was killed, or cut off
 RENEW_S = 3.0  # between reports of a key that does not change, but has requests in flight
-PRESENCE_S = 1.0  # between reports of this gateway itself
+PRESENCE_S = 1.0  # between reports that this gateway runs
 RETRY_S = 0.5
 SETTLE_S = 3.0  # after a loss, or Redis's start: all gateways notice it and report again
 BATCH = 256  # reports in one round trip
@@ -63,7 +63,7 @@ class SharedLimits:
         self.reason = "is not connected yet"
         self.gateways = 0  # that report to this Redis, this one included
         self.losses = 0
-        self.alone = 0  # requests that were decided without Redis
+        self.alone = 0  # number of requests that were decided without Redis
         self.address = _address(config.url)
         self._wall = wall
         self._offset: float | None = None  # of the server's time from `clock`
@@ -243,7 +243,7 @@ class SharedLimits:
                     batch, await self._call(batch, HOLD_S if keep else 0.0), strict=True
                 ):
                     if rates is None:
-                        self._heard(reply)
+                        self._record_gateways(reply)
                         continue
                     rates.granted(reply, wanted=tokens is not None)
                     if rates in asks and not (future := asks[rates][1]).done():
@@ -268,7 +268,7 @@ class SharedLimits:
         self._changed -= due | asking
         return list(due)
 
-    def _heard(self, reply: Reply) -> None:
+    def _record_gateways(self, reply: Reply) -> None:
         """Records the number of gateways, and warns if there are more than configured."""
         before, self.gateways = self.gateways, reply.others_alive + 1
         if self.when_lost == "share" and before <= self.replicas < self.gateways:

@@ -126,7 +126,7 @@ class Admission:
         try:
             await self._enter(ticket, pool, deadline)
         except BaseException as error:
-            # A refused request does not count at all; one whose client went away does.
+            # A refused request is not charged at all; one whose client went away is.
             if charge is not None:
                 charge.refund(keep_request=not isinstance(error, RequestError))
             raise
@@ -252,7 +252,7 @@ class Ticket:
             self._charge.settle(prompt_tokens + completion_tokens)
 
     def release(self) -> None:
-        """Gives everything back, however the request ended. Idempotent."""
+        """Releases everything that the request holds. Idempotent."""
         self._leave()
         charge, self._charge = self._charge, None
         if charge is not None:
@@ -265,7 +265,7 @@ class Ticket:
 
 
 BYTES_PER_TOKEN = 4
-PER_MESSAGE = 4  # its role, and what a chat template puts around it
+PER_MESSAGE = 4  # tokens of its role, and of what a chat template puts around it
 # An image, a sound or a file: OpenAI's count for an image of 1024 by 1024 (765), rounded up to the
 # next power of two. The length of its base64 means nothing.
 PER_ATTACHMENT = 1024

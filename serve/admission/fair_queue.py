@@ -139,7 +139,7 @@ class FairQueue:
         return flow
 
     def pass_by(self, flow: Flow, tokens: int) -> None:
-        """Counts a request that went without waiting: it is in its key's share like any other."""
+        """Counts a request that was admitted without waiting towards its key's share."""
         level = flow.level
         level.virtual = start = max(level.virtual, flow.finish)
         flow.finish = start + tokens / flow.weight
@@ -167,14 +167,14 @@ class FairQueue:
         return None
 
     def pop(self, flow: Flow) -> None:
-        """Removes the request that `first` returned: it goes."""
+        """Removes the request that `first` returned, because it is admitted."""
         _, tokens = flow.waiting.popitem(last=False)
         flow.level.virtual = max(flow.level.virtual, flow.start)
         flow.start = flow.finish = flow.start + tokens / flow.weight
         self._count(flow.level, -1, -tokens)
 
     def remove(self, flow: Flow, request: object) -> None:
-        """Removes a request that will not go; its key's share is as if it had never come."""
+        """Removes a request that will not run; it does not count towards its key's share."""
         self._count(flow.level, -1, -flow.waiting.pop(request))
 
     def tokens_before(self, priority: int) -> int:

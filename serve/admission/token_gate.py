@@ -15,9 +15,9 @@ from serve.admission.fair_queue import FairQueue, Flow
 
 __all__ = ["DrainRate", "Gate", "Overloaded", "overloaded"]
 
-KEPT = 0.8  # weight of the past in the mean stay, at each request that ends
-STAYS = 4  # mean stays that the rate averages over: requests of one batch end together
-SHORTEST_S = 5.0  # least time that the rate averages over
+KEPT = 0.8  # weight of earlier requests in the mean stay, when one more ends
+STAYS = 4  # number of mean stays that the rate averages over: requests of a batch end together
+SHORTEST_S = 5.0  # shortest time that the rate averages over
 LONGEST_WAIT_S = 600.0
 
 
@@ -164,7 +164,7 @@ class Gate:
         Raises RequestError: 503 if the queue is full, or `max_wait_s` is over, or at once if that
         is certain to happen; 504 at the deadline (a time of `clock`).
         """
-        self._require_hope(flow, tokens, max_wait_s)
+        self._require_in_time(flow, tokens, max_wait_s)
         waiter = self._enqueue(flow, tokens, max_queue, max_wait_s)
         loop = waiter.future.get_loop()
         left_s = max_wait_s if deadline is None else min(max_wait_s, deadline - self._clock())
@@ -198,8 +198,8 @@ class Gate:
         wait_s = self.drain.wait_s(max(before - free, 1), self.tokens, self._clock())
         return max(1.0, min(wait_s, max_wait_s)) * (1.0 + SPREAD * self._chance())
 
-    def _require_hope(self, flow: Flow, tokens: int, max_wait_s: float) -> None:
-        """Raises RequestError (503) if a request would wait in vain.
+    def _require_in_time(self, flow: Flow, tokens: int, max_wait_s: float) -> None:
+        """Raises RequestError (503) if a request would certainly wait too long.
 
         That is so if its turn would not come in time even in a pool that is always full, and in
         which tokens stay shorter than the mean by the factor `DOUBT`. Before the first token has

@@ -34,7 +34,7 @@ _INPUT: dict[str, Any] = {"anyOf": [PROMPT_SCHEMA, {"type": "null"}]}
 
 
 class EmbeddingRequest(BaseModel):
-    """The body; what else it has is for the backend to judge."""
+    """The fields that the gateway checks; the backend accepts or refuses all others."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -52,7 +52,7 @@ class EmbeddingRequest(BaseModel):
 
 
 class Embeddings:
-    """An `Operation`. Its answer holds no text, so nothing is generated."""
+    """POST /v1/embeddings, an `Operation` whose answer has no generated tokens."""
 
     name = "embeddings"
     path = "/v1/embeddings"

@@ -1,6 +1,6 @@
 """Error objects: one clear line, the offending field, and a code for programs.
 
-They are OpenAI's, but for the paths of Anthropic's Messages (`errors_of`).
+They have OpenAI's form, except on the paths of Anthropic's Messages (`errors_of`).
 """
 
 import json
@@ -49,7 +49,7 @@ def _is_unavailable(error: Exception) -> bool:
 
 
 def code_of(error: Exception) -> str:
-    """Returns the code of `error` for metrics: one of a few, whatever code a server uses."""
+    """Returns the code of `error` for metrics: one of a small set, whatever code a server sent."""
     if isinstance(error, Refusal):
         return "refused_by_backend"
     if isinstance(error, RequestError):
@@ -60,7 +60,7 @@ def code_of(error: Exception) -> str:
 
 
 def error_headers(error: Exception) -> dict[str, str]:
-    """Returns the content type, and when to retry or how to authenticate."""
+    """Returns content-type and, where they apply, retry-after and www-authenticate."""
     headers = {"content-type": "application/json"}
     status = status_of(error)
     retry_after_s: float | None = getattr(error, "retry_after_s", None)
@@ -77,7 +77,7 @@ def error_bytes(error: Exception) -> bytes:
 
 
 def _content(error: Exception) -> dict[str, Any]:
-    """Returns what clients see of `error`. A defect of the gateway shows no detail."""
+    """Returns the content of OpenAI's error object; no details of a defect in the gateway."""
     param: str | None = None
     if isinstance(error, RequestError):
         message, kind, param, code = str(error), error.kind, error.param, error.code
@@ -110,11 +110,17 @@ class OpenAIErrors:
     takes_x_api_key = False  # as an alternative to `Authorization`
 
     def refusal(self, body: bytes, status: int) -> bytes:
-        """Returns the body of an error answer. `body` is OpenAI's form of it, or a server's own."""
+        """Returns the body of an error answer in the form of this path.
+
+        `body` is an error object in OpenAI's form, of the gateway or of a backend.
+        """
         return body
 
     def event(self, error: Exception, before: int) -> bytes:
-        """Returns the event that ends a stream after `before` events. Logs a gateway's defect."""
+        """Returns the error event that ends a stream after `before` events.
+
+        Logs the traceback if the error is a defect in the gateway.
+        """
         if not isinstance(error, OctetError):
             _log.error("a streamed answer failed", exc_info=error)
         return self._event(_content(error), status_of(error), before)
@@ -181,7 +187,7 @@ def errors_of(path: str) -> OpenAIErrors:
 def install(app: FastAPI) -> None:
     """Turns every failure of `app` into an error object, including unknown paths and defects."""
 
-    async def ours(
+    async def answer(
         request: Request, error: Exception, headers: Mapping[str, str] | None = None
     ) -> Response:
         observation = request.scope.get("octet")  # none on the administration port
@@ -192,25 +198,26 @@ def install(app: FastAPI) -> None:
         body = errors_of(request.url.path).refusal(error_bytes(error), status)
         return Response(body, status, headers)
 
-    async def http(request: Request, error: Any) -> Response:
-        return await ours(request, _from_http(request, error), error.headers)
+    async def framework_error(request: Request, error: Any) -> Response:
+        return await answer(request, _from_http(request, error), error.headers)
 
-    async def gone(_request: Request, _error: Exception) -> Response:
+    async def client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def unfit(request: Request, error: Any) -> Response:
+    async def invalid_parameter(request: Request, error: Any) -> Response:
         first = error.errors()[0]
         param = str(first["loc"][-1])
-        return await ours(request, RequestError(f"'{param}': {first['msg']}", param=param))
+        return await answer(request, RequestError(f"'{param}': {first['msg']}", param=param))
 
-    app.add_exception_handler(OctetError, ours)
-    app.add_exception_handler(RequestValidationError, unfit)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(OctetError, answer)
+    app.add_exception_handler(RequestValidationError, invalid_parameter)
+    app.add_exception_handler(HTTPException, framework_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Exception, answer)
 
 
 def _from_http(request: Request, error: HTTPException) -> RequestError:
+    """Returns an error of the web framework, such as for an unknown path, as a RequestError."""
     if error.status_code == 404:
         message, code = f"unknown path {request.url.path}", "not_found"
         if request.url.path.startswith("/v1/responses/"):

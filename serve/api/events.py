@@ -52,7 +52,7 @@ __all__ = [
 END_S = 1.0  # limit of the wait for the end of the body after [DONE]
 Rewrite = Callable[[bytes], bytes]
 _SLICE = 1024 * 1024  # bytes, searched in under 1 ms
-_FIELD = 4096  # bytes of a field, at most: a usage, or a model's name
+_FIELD = 4096  # bytes that a usage, or a model's name, may take
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 # Valid beginnings of a line; an empty line may be left over from the previous event.
@@ -67,7 +67,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 class EventReader:
     """Reads one stream: `first()`, then all of `rest()`. Closing `rest()` closes `body`."""
 
-    last = "[DONE]"  # what a stream ends with
+    last = "[DONE]"  # the event that ends a complete stream, for messages
     max_preamble = MAX_PREAMBLE
 
     def __init__(
@@ -84,7 +84,7 @@ class EventReader:
         self._body = body
         self._rewrite = rewrite
         self._hides_usage = hides_usage
-        self._aborted = False  # after the events that were read last
+        self._aborted = False  # the backend aborted the request, after the events read so far
         self._rest = self._events()
 
     async def first(self) -> bytes:
@@ -97,9 +97,9 @@ class EventReader:
         size = 0
         async for events in self._rest:
             before.append(events)
-            if self._begin(events):
+            if self._has_content(events):
                 return b"".join(before)
-            if self.tally.ended:  # vLLM omits a reason that comes with no token: it was abort
+            if self.tally.ended:  # without a token: vLLM aborted the request, and sends no reason
                 raise lost_by_abort(self._name)
             size += len(events)
             if size > self.max_preamble:
@@ -131,7 +131,7 @@ class EventReader:
                     raise self._garbled("sent something that is no event")
                 # Only the first event began in an earlier piece, and can be long.
                 if len(events) > PARSED and (end := _end_of_first(events, searched)) > PARSED:
-                    event = await self._long(events[:end])
+                    event = await self._read_long(events[:end])
                     if event:
                         yield event
                     events = b"" if self._aborted or self.tally.ended else events[end:]
@@ -141,7 +141,7 @@ class EventReader:
                 if self._aborted:
                     raise lost_by_abort(self._name)
                 if self.tally.ended:
-                    await self._end()
+                    await self._drain()
                     return
         finally:
             await close(self._body)
@@ -158,13 +158,13 @@ class EventReader:
             self._aborted = True
             begins = [end for end in _ends(events) if end <= aborted]
             events = events[: begins[-1] if begins else 0]
-        at = events.find(b"[DONE]")  # the expression, tried at every line, is slow
+        at = events.find(b"[DONE]")  # first, because the regular expression is slow
         if at >= 0 and (done := _DONE.search(events, events.rfind(b"\n", 0, at) + 1)):
             self.tally.ended = True
             blank = _BLANK_LINE.search(events, done.end())
             events = events[: len(events) if blank is None else blank.end()]
         if b'"usage"' in events:
-            events = self._counted(events)
+            events = self._strip_usage(events)
         if b'"error"' in events:
             self._note_error(events)
         return events if self._rewrite is None else self._rewrite(events)
@@ -173,7 +173,7 @@ class EventReader:
         """Decides whether a stream may end with `event`, whose blank line is missing."""
         return _DONE.search(event) is not None
 
-    async def _long(self, event: bytes) -> bytes:
+    async def _read_long(self, event: bytes) -> bytes:
         """Does the same as `_read` for one event of more than `PARSED` bytes."""
         if await aborts(event):
             self._aborted = True
@@ -183,16 +183,16 @@ class EventReader:
             self.tally.failed = BackendError(f"{self._name}: failed while answering")
         return await rewritten(event, self._rewrite)
 
-    async def _end(self) -> None:
+    async def _drain(self) -> None:
         """Waits for the end of a complete body, so that its connection can be reused."""
         with contextlib.suppress(TimeoutError, BackendError):
             async with asyncio.timeout(END_S):
                 async for _piece in self._body:
                     pass
 
-    def _begin(self, events: bytes) -> bool:
+    def _has_content(self, events: bytes) -> bool:
         """Decides whether `events` hold more than usage and a role. Raises if one is an error."""
-        if len(events) > PARSED:  # one event
+        if len(events) > PARSED:  # a single event, which is not parsed
             if self.tally.failed is not None:
                 raise self.tally.failed
             if not is_object(events.partition(b"data:")[2][:_SLICE], events[-_FIELD:]):
@@ -209,35 +209,38 @@ class EventReader:
                     return False
                 chunk = self._chunk(data)
                 lines = []
-                if _speaks(chunk):
+                if _has_token(chunk):
                     return True
             for line in lines:
-                if line != b"[DONE]" and _speaks(self._sound(json_object(line))):
+                if line != b"[DONE]" and _has_token(self._without_error(json_object(line))):
                     return True
         return False
 
     def _chunk(self, data: bytes) -> dict[str, Any]:
+        """Decodes an event. Raises BackendError if it is no JSON object, or the error in it."""
         try:
             chunk = decoded(data)
         except ValueError:
             raise self._garbled("sent an event that is no JSON") from None
         if not isinstance(chunk, dict):
             raise self._garbled("sent an event that is no JSON object")
-        return self._sound(chunk)
+        return self._without_error(chunk)
 
-    def _sound(self, chunk: dict[str, Any]) -> dict[str, Any]:
+    def _without_error(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """Returns `chunk`. Raises the error that it reports, if any."""
         if (error := error_of(chunk)) is not None:
             raise from_event(self._name, error)
         return chunk
 
     def _note_error(self, events: bytes) -> None:
+        """Records the first error that `events` report."""
         for line in data_lines(events):
             error = error_of(json_object(line))
             if error is not None:
                 self.tally.failed = from_event(self._name, error)
                 return
 
-    def _counted(self, events: bytes) -> bytes:
+    def _strip_usage(self, events: bytes) -> bytes:
         """Reads the usage, and returns the events that remain for the client.
 
         Usage comes in an event of its own before [DONE], and in every event if the request
@@ -289,7 +292,7 @@ def decoded(data: bytes) -> Any:
 def read_usage(answer: dict[str, Any], tally: Tally) -> None:
     """Records the usage of `answer` in `tally`, if there is any.
 
-    Counts that are no counts leave the answer uncounted; the client gets the bytes anyway.
+    Sets both counts to None if one of them is not a plausible integer.
     """
     usage = answer.get("usage")
     if not isinstance(usage, dict):
@@ -304,7 +307,7 @@ def read_usage(answer: dict[str, Any], tally: Tally) -> None:
 
 
 def _input_tokens(usage: dict[str, Any]) -> int | None:
-    """Returns all tokens of the prompt: Anthropic counts those of a prefix cache apart."""
+    """Returns all tokens of the prompt; Anthropic counts those from a prefix cache separately."""
     cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
     counts = [usage["input_tokens"], *(usage.get(name) or 0 for name in cached)]
     return sum(counts) if all(map(_is_count, counts)) else None
@@ -317,8 +320,8 @@ def _is_count(value: Any) -> bool:
 async def occurrences(body: bytes, field: bytes) -> list[int]:
     """Returns the offsets of `field` in `body`, in slices between which other requests run.
 
-    Raises RequestError if there are more than `MAX_FIELDS`. It does not count as a failure of the
-    backend, because a request's own JSON may be repeated in its answer.
+    Raises RequestError if there are more than `MAX_FIELDS`: an error that does not count as a
+    failure of the backend, because an answer may repeat JSON of its request.
     """
     found: list[int] = []
     for start in range(0, len(body), _SLICE):
@@ -348,7 +351,8 @@ async def aborts(body: bytes) -> bool:
 async def read_large_usage(body: bytes, tally: Tally) -> None:
     """Does the same as `read_usage` for a large answer, which is not parsed.
 
-    Of several, the largest counts: an answer may repeat its client's tools, or hold a model's JSON.
+    If several fields `usage` are found, the largest counts: others may be in the request's tools,
+    which an answer may repeat, or in JSON that the model generated.
     """
     most = 0
     for at in await occurrences(body, b'"usage"'):
@@ -377,12 +381,12 @@ async def rewritten(body: bytes, rewrite: Rewrite | None) -> bytes:
 
 
 def is_object(head: bytes, tail: bytes) -> bool:
-    """Decides whether a large answer with this beginning and this end may be JSON."""
+    """Decides, by its first and last bytes, whether a large answer may be a JSON object or list."""
     return head.lstrip()[:1] + tail.rstrip()[-1:] in (b"{}", b"[]")
 
 
 async def close(body: AsyncIterator[bytes]) -> None:
-    """Closes `body`, which ends whatever still runs behind it."""
+    """Closes `body`, which cancels the request at the backend."""
     aclose = getattr(body, "aclose", None)
     if aclose is not None:
         await aclose()
@@ -398,14 +402,14 @@ def _end_of_events(held: bytes | bytearray, start: int = 0) -> int:
 
 
 def _end_of_first(events: bytes, start: int) -> int:
-    """Returns where the first event ends whose end is after `start`."""
+    """Returns the offset of the first end of an event after `start`."""
     lf, crlf = events.find(b"\n\n", start), events.find(b"\n\r\n", start)
     ends = [lf + 2 if lf >= 0 else len(events), crlf + 3 if crlf >= 0 else len(events)]
     return min(ends)
 
 
 def _ends(events: bytes) -> list[int]:
-    """Returns where each event ends."""
+    """Returns the offset at which each event ends."""
     return [blank.end() for blank in _BLANK_LINE.finditer(events)]
 
 
@@ -420,11 +424,12 @@ def split_events(events: bytes) -> Iterator[bytes]:
 
 
 def data_lines(events: bytes | bytearray) -> list[bytes]:
-    """Returns what stands behind each `data:`."""
+    """Returns the content of each line `data: ...`."""
     return [bytes(line[5:].strip()) for line in events.splitlines() if line.startswith(b"data:")]
 
 
-def _speaks(chunk: dict[str, Any]) -> bool:
+def _has_token(chunk: dict[str, Any]) -> bool:
+    """Decides whether `chunk` holds more than usage and roles."""
     choices = chunk.get("choices")
     return not isinstance(choices, list) or not all(map(_is_role, choices))
 

@@ -19,6 +19,7 @@ _SYSTEM = {"anyOf": [{"type": "string"}, _BLOCKS, {"type": "null"}]}
 
 
 def _system(value: Any) -> Any:
+    """Checks that `system` is null, a text, or a list of blocks."""
     blocks = isinstance(value, list) and all(isinstance(block, dict) for block in value)
     if not (blocks or value is None or isinstance(value, str)):
         raise ValueError("should be a text, or a list of blocks")
@@ -26,7 +27,7 @@ def _system(value: Any) -> Any:
 
 
 class CountTokensRequest(BaseModel):
-    """The body; what else it has is for the backend to judge."""
+    """The fields that the gateway checks; the backend accepts or refuses all others."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -42,7 +43,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 class Messages:
-    """An `Operation`."""
+    """POST /v1/messages, an `Operation`."""
 
     name = "chat"
     path = "/v1/messages"
@@ -58,7 +59,7 @@ class Messages:
 
 
 class CountTokens:
-    """An `Operation`. Uses none of the model's memory."""
+    """POST /v1/messages/count_tokens, an `Operation` that does not run the model."""
 
     name = "count_tokens"
     path = "/v1/messages/count_tokens"

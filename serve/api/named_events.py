@@ -1,8 +1,8 @@
 """Server-sent events with names, as Responses and Messages have them.
 
-Each event has a line `event: NAME`, and the same name as `type` in its data. Text that a client or
-a model wrote cannot pass for the line, and the name in the data is read only where a server leaves
-the line out.
+Each event has a line `event: NAME`, and the same name as `type` in its data. The line is read,
+because text of a client or a model cannot imitate it; the data is read only if a server leaves the
+line out.
 """
 
 import re
@@ -32,7 +32,7 @@ _NAME = re.compile(rb"^event:[ \t]*([\w.]{1,64})[ \t\r]*$", re.MULTILINE)
 _DELTA = re.compile(rb'"type"\s*:\s*"(?:content_block_delta|response\.[a-z_.]{1,48}\.delta)"')
 _REASON = re.compile(rb'"stop_reason"\s*:\s*"')
 _FAILED = ("error", "response.failed")
-_REPEATED = 8  # two events repeat the request, and may escape what it has as UTF-8
+_REPEATED = 8  # times a request's size: two events repeat it, and escapes make it longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Names:
 
     opening: frozenset[str]  # sent before any token
     last: tuple[str, ...]  # one of them ends a stream
-    usage: Mapping[str, str]  # event -> the field whose `usage` it has; "" for the event itself
-    counted: tuple[str, ...]  # those of `usage` that have the counts of the whole answer
+    usage: Mapping[str, str]  # event -> its field that holds `usage`; "" if the event itself does
+    counted: tuple[str, ...]  # those of `usage` after which the counts are complete
     has_reason: bool  # a complete answer has a `stop_reason`; one that the server aborted has none
 
 
@@ -84,7 +84,7 @@ class NamedEventReader(EventReader):
         names: Names,
         request_size: int,
     ) -> None:
-        """`request_size` is that of the request's body, in bytes."""
+        """`request_size` is that of the body, in bytes: events before the first token repeat it."""
         super().__init__(name, body, rewrite)
         self.last = names.last[0]
         self.max_preamble = MAX_PREAMBLE + min(_REPEATED * request_size, MAX_EVENT)
@@ -113,12 +113,13 @@ class NamedEventReader(EventReader):
         if name:
             self.tally.events += 1
         if name in self._names.usage:
-            self._count(name, json_object(b"\n".join(data_lines(event))))
+            self._note_usage(name, json_object(b"\n".join(data_lines(event))))
         if name in _FAILED or (not name and b'"error"' in event):
             self._note_error(event)
         self.tally.ended = self.tally.ended or name in self._names.last
 
-    def _count(self, name: str, event: dict[str, Any]) -> None:
+    def _note_usage(self, name: str, event: dict[str, Any]) -> None:
+        """Records the usage in an event; in Messages, also whether the server aborted."""
         field = self._names.usage[name]
         found = event.get(field) if field else event
         usage = found.get("usage") if isinstance(found, dict) else None
@@ -131,7 +132,7 @@ class NamedEventReader(EventReader):
             delta = event.get("delta")
             self._aborted = isinstance(delta, dict) and delta.get("stop_reason", "") is None
 
-    async def _long(self, event: bytes) -> bytes:
+    async def _read_long(self, event: bytes) -> bytes:
         name = _name_of(event)
         self.tally.events += 1
         if name in self._names.counted:
@@ -141,8 +142,8 @@ class NamedEventReader(EventReader):
         self.tally.ended = name in self._names.last
         return await rewritten(event, self._rewrite)
 
-    def _begin(self, events: bytes) -> bool:
-        if len(events) > PARSED:  # one event
+    def _has_content(self, events: bytes) -> bool:
+        if len(events) > PARSED:  # a single event, which is not parsed
             if self.tally.failed is not None:
                 raise self.tally.failed
             if not is_object(events.partition(b"data:")[2][:PARSED], events[-PARSED:]):
@@ -152,7 +153,7 @@ class NamedEventReader(EventReader):
             lines = data_lines(event)
             if not lines:
                 continue
-            self._chunk(b"\n".join(lines))  # raises what is wrong with it
+            self._chunk(b"\n".join(lines))  # raises an error if it is invalid or reports one
             if _name_of(event) not in self._names.opening:
                 return True
         return False

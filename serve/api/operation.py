@@ -1,9 +1,9 @@
 """The interface of an operation, which answers one POST path: a `Call` in, an `Answer` out.
 
-An `Answer` is opened, and its first event read, before anything is sent to the client. A backend
-that cannot be reached, or dies before its first token, therefore costs the client only time.
-`events_in` and its neighbours count events in a piece of a stream without parsing it. A piece
-holds one event or many.
+An `Answer` is opened, and its first event read, before anything is sent to the client. If a backend
+cannot be reached, or dies before its first token, another one can therefore still answer.
+`events_in`, `ended_in` and `is_comment` inspect a piece of a stream, one event or many, without
+parsing it.
 """
 
 import asyncio
@@ -42,22 +42,28 @@ JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 CLOSE_S = 5.0  # limit for closing a stream that did not end by itself
 DONE = b"data: [DONE]\n\n"
-MANY = 32  # pieces of some 64 KB at most
+MANY = 32  # pieces, of up to about 64 KB each, from which on a thread joins them
 
 
 @dataclass(slots=True)
 class Tally:
-    """The tokens of one answer; None until its backend reports them."""
+    """The token counts and the end of one answer, filled while it is read.
+
+    Counts are None until the backend reports them.
+    """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    ended: bool = False  # everything useful is sent or being sent: see EventReader
-    events: int = 0  # of a stream whose events have names and numbers: see NamedEventReader
+    ended: bool = False  # the last event, such as [DONE], was read
+    events: int = 0  # events read so far, if they have names: see NamedEventReader
     failed: OctetError | None = None  # the error that the backend reported inside a stream
 
 
 async def joined(pieces: list[bytes]) -> bytes:
-    """Joins `pieces`; large ones on a thread, because 32 MB take 20 ms, without Python's lock."""
+    """Joins `pieces`; many of them on a thread.
+
+    32 MB take 20 ms, in which the event loop can run: the interpreter lock is not held.
+    """
     if len(pieces) == 1:
         return pieces[0]
     if len(pieces) < MANY:
@@ -99,12 +105,12 @@ def is_comment(piece: bytes) -> bool:
 
 
 def ended_in(piece: bytes) -> int:
-    """Counts the choices that have a finish reason."""
+    """Counts the choices that end in `piece`, which have a finish reason."""
     return len(_FINISHED.findall(piece))
 
 
 def events_in(piece: bytes) -> int:
-    """Counts the events with tokens: neither `[DONE]` nor the usage."""
+    """Counts the events in `piece` that have tokens: all but `[DONE]` and the usage."""
     events = piece.count(b"\n\n") or piece.count(b"\r\n\r\n")
     if b"[DONE]" in piece[-20:]:
         events -= 1
@@ -130,7 +136,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`body` is the checked form of `data`, which is the decoded form of `raw`."""
+    """A request that passed all checks: the bytes `raw`, decoded as `data`, validated as `body`."""
 
     id: str
     path: str
@@ -140,7 +146,7 @@ class Call:
     route: Route
     headers: dict[str, str] = field(default_factory=dict)  # to forward: request id, traceparent
     streamed: bool = False  # the client requested events, and the operation has them
-    max_answer_bytes: int = MAX_ANSWER  # of an answer that is not streamed
+    max_answer_bytes: int = MAX_ANSWER  # limit of an answer that is not streamed
 
     @property
     def model(self) -> str:
@@ -161,14 +167,14 @@ class Operation(Protocol):
 
     @property
     def runs_model(self) -> bool:
-        """True if an answer proves that the model works; false if a server answers without it."""
+        """True if the model computes the answer, so that an answer proves that it works."""
 
     @property
     def schema(self) -> type[BaseModel]:
         """The schema of the body; its `model` field names the requested model."""
 
     def cost(self, body: Any, unlimited: int) -> tuple[int, int]:
-        """Returns the prompt's estimated tokens and the longest answer's (all choices together).
+        """Returns the estimated tokens of the prompt, and the most that all choices may have.
 
         A choice whose length the body does not limit counts `unlimited` tokens.
         """

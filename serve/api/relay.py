@@ -37,7 +37,7 @@ from serve.backends.openai_errors import failure, from_event, retry_after
 
 __all__ = ["AnsweredFailure", "open_relay", "outgoing", "relaying"]
 
-_ESCAPED_LETTER = re.compile(rb"\\u00(?:6[4-5cCdDfF])")  # one of d, e, l, m, o
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:6[4-5cCdDfF])")  # an escape of one of d, e, l, m, o
 _MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
@@ -49,9 +49,9 @@ def outgoing(
     counted: bool,
     added: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Returns `raw`, whose decoded form is `data`, with `model` as its model.
+    """Returns the body for the backend: `raw`, whose decoded form is `data`, naming `model`.
 
-    `counted` also requests the usage; `added` has further fields.
+    `counted` also requests the usage at a stream's end. The fields of `added` are set as well.
     """
     fields = {k: v for k, v in (added or {}).items() if k not in data or data[k] != v}
     if counted:
@@ -72,8 +72,8 @@ def outgoing(
 def _with_model(raw: bytes, model: str) -> bytes | None:
     """Replaces the model's name in the bytes; None if the field cannot be found for certain.
 
-    Nested objects may have a `model` too, and a key may be written with escapes. If none of its
-    letters is escaped anywhere, a `"model"` that occurs only once is the one that was decoded.
+    Nested objects may have a field `model` too, and a key may be written with escapes. If none of
+    the letters of "model" is escaped anywhere in the body, a single `"model"` is the field sought.
     """
     if raw.count(b'"model"') != 1 or _ESCAPED_LETTER.search(raw):
         return None
@@ -98,7 +98,7 @@ class AnsweredFailure(BackendUnavailable):
 
 
 def relaying(backend: Backend, path: str) -> RelayingBackend:
-    """Returns `backend`. Raises UnsupportedField if it cannot have `path`."""
+    """Returns `backend`. Raises UnsupportedField if it does not relay requests, such as `path`."""
     if relays(backend):
         return backend
     raise UnsupportedField(
@@ -117,8 +117,8 @@ async def open_relay(
 ) -> Answer:
     """Forwards the request, and waits for the first whole event, or for the whole body.
 
-    `names` are those of the protocol's events, if they have any. The body gets the fields of
-    `added`.
+    `names` are those of the protocol's events, if they have any. `added` are fields to set in the
+    body.
 
     Raises BackendError if the backend fails before that. An answer whose status is not 200
     describes what is wrong with the request.
@@ -139,7 +139,7 @@ async def open_relay(
         if relay.status != 200:
             return await _refusal(name, call.path, relay)
         if not relay.headers.get("content-type", "").startswith("text/event"):
-            return await _whole(name, relay, rewrite, call.max_answer_bytes, names)
+            return await _read_whole(name, relay, rewrite, call.max_answer_bytes, names)
         if names is None:
             reader = EventReader(name, relay.body, rewrite, hides_usage=hides_usage)
         else:
@@ -164,38 +164,43 @@ async def _refusal(name: str, path: str, relay: Relay) -> Answer:
     error = failure(name, relay.status, relay.headers, body)
     headers = _headers(relay, JSON)
     if relay.status == 501:  # vLLM's status for what its model does not support
-        raise _unfit(f"{name} cannot do this: {error}", 400)  # clients retry a 5xx
+        raise _unsupported(f"{name} cannot do this: {error}", 400)  # clients retry a 5xx
     if not _is_error_object(body):
         if relay.status in (404, 405):
-            raise _unfit(f"{name} does not have {path} ({error})", relay.status)
-        # A framework's own message, a proxy's page, or nothing: only the status is kept.
+            raise _unsupported(f"{name} does not have {path} ({error})", relay.status)
+        # A framework's own message, a proxy's page, or nothing: the client gets only the status.
         body = error_bytes(error)
     elif relay.status == 404:  # the gateway chose the model's name at the backend, not the client
         raise UnsupportedField(str(error), status=404, param="model", code="model_not_found")
     answer = Answer(relay.status, headers, body)
     if isinstance(error, RequestError):
         return answer
-    if relay.status == 429 or 500 <= relay.status < 600:  # there are no others in HTTP
+    if relay.status == 429 or 500 <= relay.status < 600:  # a valid status, to pass on
         raise AnsweredFailure(error, answer)
     raise error
 
 
-def _unfit(message: str, status: int) -> UnsupportedField:
+def _unsupported(message: str, status: int) -> UnsupportedField:
     return UnsupportedField(message, status=status, code="unsupported_operation")
 
 
 def _is_error_object(body: bytes) -> bool:
+    """Decides whether `body` is an error object in OpenAI's form."""
     try:
         return isinstance(decoded(body)["error"]["message"], str)
     except (ValueError, LookupError, TypeError):
         return False
 
 
-async def _whole(
+async def _read_whole(
     name: str, relay: Relay, rewrite: Rewrite | None, limit: int, names: Names | None
 ) -> Answer:
+    """Returns an answer that is not streamed, of at most `limit` bytes, and reads its usage.
+
+    Raises BackendError if it is not JSON, or was aborted, and the error that it reports.
+    """
     body, tally = await _read(name, relay.body, limit), Tally()
-    # An answer of the other protocols may repeat a client's JSON, and has its own sign of this.
+    # Answers of the named protocols may repeat the request's JSON, and mark an abort otherwise.
     may_abort = names is None
     if len(body) > PARSED:
         body = await _large(name, body, rewrite, tally, may_abort=may_abort)
@@ -245,7 +250,7 @@ async def _read(name: str, body: AsyncIterator[bytes], limit: int) -> bytes:
             pieces.append(piece)
         return await joined(pieces)
     finally:
-        pieces.clear()  # the traceback of an error would keep them
+        pieces.clear()  # otherwise the traceback of an error would keep them in memory
         await close(body)
 
 

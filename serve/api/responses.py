@@ -30,7 +30,7 @@ def _input(value: Any) -> Any:
 
 
 class ResponsesRequest(BaseModel):
-    """The body; what else it has is for the backend to judge."""
+    """The fields that the gateway checks; the backend accepts or refuses all others."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -48,6 +48,7 @@ class ResponsesRequest(BaseModel):
 
     @model_validator(mode="after")
     def _without_state(self) -> Self:
+        """Refuses a request that needs a stored response, or asks for one to be stored."""
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
                 raise ValueError(
@@ -62,7 +63,7 @@ class ResponsesRequest(BaseModel):
 
 
 class Responses:
-    """An `Operation`."""
+    """POST /v1/responses, an `Operation`."""
 
     name = "chat"
     path = "/v1/responses"

@@ -50,7 +50,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class _TokenOperation:
-    """An `Operation`. Uses none of the model's memory."""
+    """An `Operation` that uses a tokenizer and does not run the model."""
 
     runs_model = False
 
@@ -67,6 +67,7 @@ class _TokenOperation:
         return Answer(200, {"content-type": JSON}, json.dumps(content).encode())
 
     async def _answer(self, backend: Backend, tokenizer: Tokenizer, body: Any) -> dict[str, Any]:
+        """Returns the content of the answer, in vLLM's form."""
         raise NotImplementedError
 
 
@@ -77,7 +78,7 @@ class Tokenize(_TokenOperation):
 
     async def _answer(self, backend: Backend, tokenizer: Tokenizer, body: Any) -> dict[str, Any]:
         size: int | None = _characters(body)
-        if body.prompt is None:  # messages, of which a chat template makes the text
+        if body.prompt is None:  # a chat template may make a much longer text of the messages
             size = None
         ids = await beside(_encode, tokenizer, body, backend.name, size=size)
         names = [tokenizer.inner.id_to_token(i) for i in ids] if body.return_token_strs else None
@@ -109,6 +110,7 @@ def _tokenizer_of(backend: Backend) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, body: TokenizeRequest, backend: str) -> list[int]:
+    """Returns the token ids of a text, or of a conversation under the chat template."""
     if body.prompt is not None:
         return tokenizer.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False

@@ -69,7 +69,7 @@ async def generate_one_token(backend: "Backend", model: str) -> None:
 
 
 def sooner_or_later(error: BackendError, *, started: bool) -> BackendError:
-    """Turns `error` into BackendUnavailable if no event had come: another backend may be tried."""
+    """Returns `error`, as BackendUnavailable unless `started`: another backend may be tried."""
     if started or isinstance(error, BackendUnavailable):
         return error
     return BackendUnavailable(str(error), kind=error.kind, retry_after_s=error.retry_after_s)
@@ -121,13 +121,13 @@ class Backend(Protocol):
         """Its tokenizer, if this process has it; None where the server has its own."""
 
     async def load(self) -> LoadReport | None:
-        """Returns the load that it reports; None if it reports none, or not now. Never raises."""
+        """Returns the load that it reports; None if it reports none, or fails to. Never raises."""
 
     async def probe(self) -> None:
         """Generates one token. Raises BackendError; the caller limits the time."""
 
     async def hold(self, reopened: Callable[[], None] = lambda: None) -> None:
-        """Opens a connection that carries nothing, and returns when the server has ended it.
+        """Holds an idle connection open, and returns when the server has gone.
 
         Reconnects to a server that merely closes idle connections. `reopened` is called before
         each reconnection, because another incarnation may answer then. Raises BackendUnavailable
@@ -135,7 +135,7 @@ class Backend(Protocol):
         """
 
     async def incarnation(self) -> Incarnation | None:
-        """Identifies the incarnation that answers; None if unknown, or not now. Never raises."""
+        """Identifies the incarnation that answers; None if that is unknown. Never raises."""
 
 
 @runtime_checkable
@@ -179,7 +179,7 @@ class SupervisedBackend(Protocol):
 
     @property
     def gave_up(self) -> str:
-        """Says why another start is unlikely to help; "" while it may."""
+        """Returns why another start is unlikely to help; "" while it may."""
 
     @property
     def process(self) -> dict[str, Any]:
@@ -187,10 +187,10 @@ class SupervisedBackend(Protocol):
 
 
 def supervised(backend: Backend) -> TypeGuard[SupervisedBackend]:
-    """Decides whether `backend` is one."""
+    """Decides whether `backend` is a SupervisedBackend."""
     return hasattr(backend, "gave_up")
 
 
 def relays(backend: Backend) -> TypeGuard[RelayingBackend]:
-    """Decides whether `backend` is one. `isinstance` of a protocol takes microseconds."""
+    """Decides whether `backend` is a RelayingBackend. `isinstance` of a protocol is too slow."""
     return hasattr(backend, "relay")

@@ -1,7 +1,7 @@
-"""Limits what a backend may send: the limits that are no settings, in one place.
+"""Limits what a backend may send: all limits that cannot be configured.
 
-docs/limits.md lists them with the settings (`serve/config/gateway.py`), and the tests that hold
-them.
+docs/limits.md lists them beside the configurable ones (`serve/config/gateway.py`), and the tests
+that check them.
 """
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
 
 PIECE = 32 * 1024  # bytes of a response that are handled before other requests get their turn
 MAX_EVENT = 8 * 1024 * 1024  # bytes; log-probabilities of an echoed prompt can take 1M
-MAX_EVENTS = 2048  # in one piece of a stream: only comments are so short
+MAX_EVENTS = 2048  # in one piece of a stream: only comments (":") are so short
 MAX_PREAMBLE = 1024 * 1024  # bytes of a stream before its first token: comments, a chat's roles
 MAX_REPORT = 1024 * 1024  # bytes of a load report, a list of models, a probe's answer
 MAX_REFUSAL = 64 * 1024  # bytes of an error's body

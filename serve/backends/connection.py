@@ -1,4 +1,4 @@
-"""Holds a connection that carries nothing: its end shows that the server, or its host, is gone.
+"""Holds an idle connection, whose end shows that the server, or its host, is gone.
 
 When a server is killed, its kernel closes the connections, which is detected at once. A host that
 vanishes closes nothing: the kernel's keepalive probes, one a second, detect it in GONE_AFTER_S.

@@ -1,4 +1,4 @@
-"""Completions in OpenAI's protocol: writes a request's body, reads its stream as our events."""
+"""Completions in OpenAI's protocol: writes a request's body, parses its stream into events."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -22,7 +22,7 @@ __all__ = [
     "retry_after",
 ]
 
-LONGEST_S = 86_400.0  # longest Retry-After that is honoured; enough digits parse as infinity
+LONGEST_S = 86_400.0  # longest Retry-After that is honoured; a long number parses as infinity
 
 # vLLM's EngineDeadError and its predecessors, by the type's name or by its text.
 _DEAD = (
@@ -99,7 +99,7 @@ def is_dead(message: str) -> bool:
 
 
 def no_answer(name: str, error: Exception) -> BackendUnavailable:
-    """Returns the error for a request to which no status line came."""
+    """Returns the error for a request that was not answered, not even with a status line."""
     kind: FailureKind = "lost"
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         kind = "refused"

@@ -97,7 +97,7 @@ _FAILED = (aiohttp.ClientError, OSError)
 # Uvicorn, which all these servers run on, closes a connection after 5 s without a request. Closing
 # it here first means that no request is written to a connection that is being closed.
 KEEP_ALIVE_S = 4.0
-ASIDE_TIMEOUT_S = 5.0  # for reads other than requests: readiness, load, the model's context
+ASIDE_TIMEOUT_S = 5.0  # for the gateway's own requests: readiness, load, the model's context
 SPECIAL_TOKENS = 8  # more than any tokenizer adds to a text
 READ_BUFFER = 64 * 1024  # bytes of a response; at twice as many, reading waits for the consumer
 
@@ -194,7 +194,7 @@ class OpenAiHttpBackend:
             if not isinstance(error, RequestError):
                 raise error
             refusal = refusal or error  # 404, or vLLM's 400 "does not support Completions API"
-        # The requests were ours, so this is no client's mistake.
+        # The gateway made these requests, so it is not a client's mistake.
         line = f"{self.name}: refuses to generate a token: {refusal}"
         raise BackendUnavailable(line, kind="failed")
 

@@ -22,12 +22,12 @@ _Signs = tuple[tuple[FailureKind, re.Pattern[str]], ...]
 # In the order in which they are tried.
 _KINDS: _Signs = (
     # From the Python backend about a dead process, from the vLLM backend about a dead engine, from
-    # our own entry about its engine or its GPU.
+    # Octet's entry about its engine or its GPU.
     ("dead", re.compile(r"Stub process .* is not healthy|due to unhealthy vLLM engine")),
     ("dead", re.compile(r"^the embedded engine (is not running|failed;)|^the GPU failed \(")),
     ("lost", re.compile(r"^the embedded engine was stopped")),
     ("refused", re.compile(r"Request for unknown model|is not ready|failed to connect to all")),
-    # dynamic_batching's queue policy; our own entry's queue.
+    # dynamic_batching's queue policy; the queue of Octet's entry.
     ("overloaded", re.compile(r"[Ee]xceeds maximum queue size|are waiting for the embedded")),
     ("timeout", re.compile(r"[Rr]equest timeout expired")),
     ("garbled", re.compile(r"Received message larger than max")),  # gRPC's, with a status
@@ -85,7 +85,7 @@ def _kind(code: grpc.StatusCode | None, message: str) -> FailureKind | None:
 
 
 def _own_refusal(details: str) -> RequestError | None:
-    """Reads the refusal that our own entry returns: JSON, with the field at fault. Else None."""
+    """Reads the refusal that Octet's entry returns: JSON, with the field at fault. Else None."""
     if len(details) > PARSED:
         return None
     try:

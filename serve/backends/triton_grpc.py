@@ -1,4 +1,4 @@
-"""Triton over gRPC streaming: the vLLM backend, our own Python entry, TensorRT-LLM's models.
+"""Triton over gRPC streaming: the vLLM backend, Octet's Python entry, TensorRT-LLM's models.
 
 Each request is one ModelStreamInfer call on a shared channel. The generated stubs are used
 directly: tritonclient's own asyncio client drops request parameters and the status of errors. (The
@@ -74,9 +74,9 @@ class TritonBackend:
         self._config = config
         self.tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
         self._channel: grpc.aio.Channel | None = None
-        self._spoken: tuple[Signature, Dialect] | None = None  # set once its metadata was read
+        self._negotiated: tuple[Signature, Dialect] | None = None  # set once its metadata was read
         self._calls: set[Any] = set()  # in progress
-        self._given_up: dict[Any, BackendError] = {}  # calls that we end, and why
+        self._given_up: dict[Any, BackendError] = {}  # calls that the gateway ends, and why
         self._instances = 1  # of the model; in the Python backend, each is a process of its own
 
     async def start(self) -> None:
@@ -170,7 +170,7 @@ class TritonBackend:
     async def probe(self) -> None:
         try:
             await generate_one_token(self, self._model)
-        except RequestError as error:  # the request is ours, so this is no client's mistake
+        except RequestError as error:  # the gateway's own request: not a client's mistake
             raise BackendUnavailable(
                 f"{self.name}: refuses to generate a token: {error}", kind="failed"
             ) from error
@@ -200,7 +200,7 @@ class TritonBackend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         if self._channel is None:
             raise BackendUnavailable(f"{self.name}: not started, or closed")
-        signature, dialect = self._spoken or await self._speak()
+        signature, dialect = self._negotiated or await self._negotiate()
         message = pb.ModelInferRequest(model_name=self._model, id=request.request_id)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         if request.echo:
@@ -267,7 +267,7 @@ class TritonBackend:
             self._given_up[call] = BackendError(f"{self.name}: {reason}", kind=kind)
             call.cancel()
 
-    async def _speak(self) -> tuple[Signature, Dialect]:
+    async def _negotiate(self) -> tuple[Signature, Dialect]:
         """Reads the model's inputs and configuration once, and chooses its dialect."""
         timeout = self._config.connect_timeout_s
         try:
@@ -284,8 +284,8 @@ class TritonBackend:
         groups = config.config.instance_group
         self._instances = sum(group.count * max(1, len(group.gpus)) for group in groups)
         signature = Signature.of(metadata)
-        self._spoken = signature, self._dialect(signature, config.config)
-        return self._spoken
+        self._negotiated = signature, self._dialect(signature, config.config)
+        return self._negotiated
 
     def _dialect(self, signature: Signature, config: Any) -> Dialect:
         inputs = signature.inputs
@@ -312,7 +312,7 @@ class TritonBackend:
     def _error(self, code: grpc.StatusCode | None, details: str) -> BackendError | RequestError:
         error = error_of(self.name, code, details)
         if isinstance(error, BackendError) and error.kind in ("refused", "lost", "dead", "failed"):
-            self._spoken = None  # the model may come back, or be reloaded, with other inputs
+            self._negotiated = None  # the model may come back, or be reloaded, with other inputs
             # Triton never answers the requests of a process that died. With several instances it
             # is unknown which requests those are, so their deadlines end them.
             if error.kind == "dead" and self._instances <= 1:

@@ -27,7 +27,7 @@ def prompt_text(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> str:
         text = str(tokenizer.inner.decode(list(prompt[start:]), skip_special_tokens=False))
         if tuple(tokenizer.encode(text)) == prompt:
             return text
-    raise _unfit("prompt", f"{name} takes text, and no text has exactly these token ids")
+    raise _unsupported("prompt", f"{name} takes text, and no text has exactly these token ids")
 
 
 def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequence[int]:
@@ -41,7 +41,7 @@ def prompt_ids(name: str, tokenizer: Tokenizer | None, prompt: Prompt) -> Sequen
 
 def unsupported(name: str, field: str, reason: str) -> UnsupportedField:
     """Returns the refusal of a field that another backend of the pool may accept."""
-    return _unfit(field, f"'{field}' is not supported by {name}: {reason}")
+    return _unsupported(field, f"'{field}' is not supported by {name}: {reason}")
 
 
 def end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -71,5 +71,5 @@ def _unspelled(message: str) -> NeedsTokenizer:
     return NeedsTokenizer(message, param="prompt", code="unsupported_field")
 
 
-def _unfit(field: str, message: str) -> UnsupportedField:
+def _unsupported(field: str, message: str) -> UnsupportedField:
     return UnsupportedField(message, param=field, code="unsupported_field")

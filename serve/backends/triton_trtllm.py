@@ -1,7 +1,8 @@
 """TensorRT-LLM's two interfaces in Triton: text in and out, and the engine's own token ids.
 
 `ensemble` and `tensorrt_llm_bls` tokenize: text_input → text_output. The bare `tensorrt_llm` takes
-and returns ids, and our tokenizer does the rest. From TensorRT-LLM's triton_backend source:
+and returns ids, and the gateway's tokenizer does the rest. From TensorRT-LLM's triton_backend
+source:
 
 - A streamed response has only the new tokens, except from a BLS model with `accumulate_tokens`,
   which sends the whole text each time.

@@ -1,7 +1,7 @@
-"""The interface of Triton's vLLM backend, which our own Python entry shares.
+"""The interface of Triton's vLLM backend, which Octet's Python entry shares.
 
-Inputs are the text (our entry also takes token ids) and SamplingParams as JSON. Outputs are text,
-finish reason, counts and log-probabilities, each of one response alone.
+Inputs are the text (Octet's entry also takes token ids) and SamplingParams as JSON. Outputs are
+text, finish reason, counts and log-probabilities, each of one response alone.
 """
 
 import json
@@ -47,7 +47,7 @@ class VllmDialect:
             inputs.add("input_ids", *prompt)
         else:
             inputs.add("text_input", prompt_text(self._name, self._tokenizer, prompt))
-        # vLLM's backend drops a null and falls back to 16 tokens; ours takes it as no limit.
+        # vLLM's backend drops a null and falls back to 16 tokens; in Octet's entry it is no limit.
         limit = request.max_tokens or (None if self._takes_ids else NO_LIMIT)
         sampling = {
             "max_tokens": limit,
@@ -87,7 +87,7 @@ class VllmAnswer:
         reason = text_in(outputs, "finish_reason")
         if reason and reason != "None":  # the vLLM backend writes Python's None until the end
             self._reason = reason
-        if "stop_reason" in outputs:  # our own entry's, as JSON
+        if "stop_reason" in outputs:  # of Octet's entry, as JSON
             self._stop_reason = json.loads(_short(text_in(outputs, "stop_reason")))
         self._read = count_in(outputs, "num_input_tokens", self._read)
         self._written += count_in(outputs, "num_output_tokens", 0)

@@ -1,4 +1,7 @@
-"""The gateway's configuration: one YAML file."""
+"""The gateway's configuration: one YAML file, checked as a whole before anything starts.
+
+`load.py` reads the file; `gateway.py` is its top level.
+"""
 
 from serve.config.access import Access, KeyConfig, SharedConfig
 from serve.config.backends import (

@@ -106,8 +106,8 @@ def pools_of(config: GatewayConfig) -> Iterator[tuple[str, Loc, PoolConfig]]:
 def _access(config: GatewayConfig) -> Iterator[Problem]:
     access, admin, listen = config.access, config.admin, config.listen
     digests = [key.sha256 for key in access.keys]
-    yield from _twice(("access", "keys"), "name", [key.name for key in access.keys])
-    yield from _twice(("access", "keys"), "sha256", digests)
+    yield from _duplicates(("access", "keys"), "name", [key.name for key in access.keys])
+    yield from _duplicates(("access", "keys"), "sha256", digests)
     names = [
         name
         for model, entry in config.models.items()
@@ -167,7 +167,7 @@ def _pool(config: GatewayConfig, name: str, loc: Loc, pool: PoolConfig) -> Itera
     if not pool.backends and not pool.discover:
         yield loc, "has no backends, and nothing that discovers any"
     named = [backend.name for backend in pool.backends if backend.name is not None]
-    yield from _twice((*loc, "backends"), "name", named)
+    yield from _duplicates((*loc, "backends"), "name", named)
     models = config.models_of(name)
     for i, backend in enumerate(pool.backends):
         if problem := needs_model(backend, models):
@@ -234,7 +234,7 @@ def _model(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Iterator[Prob
     if total > 1 + 1e-9:
         yield (*loc, "canary"), f"the fractions add up to {total:g}, which is more than 1"
     canaries = [entry.pool for entry in model.canary]
-    yield from _twice((*loc, "canary"), "pool", canaries)
+    yield from _duplicates((*loc, "canary"), "pool", canaries)
     if model.one_at_a_time:
         yield from _one_at_a_time(config, loc, model)
     for i, name in enumerate(model.fallback):
@@ -267,7 +267,7 @@ def _one_at_a_time(config: GatewayConfig, loc: Loc, model: ModelConfig) -> Itera
             yield where, f"the pool '{name}' discovers backends, which run already"
 
 
-def _twice(loc: Loc, key: str, values: list[str]) -> Iterator[Problem]:
+def _duplicates(loc: Loc, key: str, values: list[str]) -> Iterator[Problem]:
     seen: set[Hashable] = set()
     for i, value in enumerate(values):
         if value in seen:

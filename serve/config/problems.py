@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into our own messages: one line each, at the key as in the file."""
+"""Turns pydantic's errors into the gateway's messages: one line each, at the key as in the file."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_origin

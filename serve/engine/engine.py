@@ -68,7 +68,7 @@ class Generation:
         self.cancelled = False
         self.finished = False
         self.slot = -1
-        self.read = 0  # prompt tokens that the cache holds
+        self.read = 0  # prompt tokens that were prefilled
         self.last_token = -1
         self._produced = 0
         self._tokenizer = tokenizer
@@ -188,7 +188,7 @@ class Generation:
         return TokenLogprob(token, spelled.decode(errors="replace"), spelled, logprob)
 
 
-_WEIGHT = 0.1  # of the newest interval in the exponential moving average
+_WEIGHT = 0.1  # weight of the newest interval in the exponential moving average
 LEAST_S, MOST_S = 1.0, 60.0
 
 
@@ -314,7 +314,7 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, generation: Generation) -> None:
-        """Ends `generation`: its slot is freed at the next step, nothing more is delivered."""
+        """Ends `generation`: its slot is freed at the next step, and no event follows."""
         generation.cancelled = True
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -348,7 +348,7 @@ class Engine:
                     self._fail_everything(self._lost)
                     return
             self._fail_everything(BackendError("the embedded engine was stopped", kind="lost"))
-        except Exception:  # our bug: no request may wait for an answer that will not come
+        except Exception:  # a defect of Octet: no request may wait for an answer that will not come
             log.exception("the embedded engine failed")
             failure = BackendError("the embedded engine failed; see the server's log", kind="dead")
             self._fail_everything(failure)

@@ -55,7 +55,7 @@ class Range:
     expectation: Expectation | None = None
 
     def beside(self, read: float) -> "Range":
-        """Returns the range for decoding if prefill of the same prompts gave `read`."""
+        """Returns the range for decoding, given the divergence `read` of prefill, in nats."""
         most = max(_FACTOR * read, _LEAST)
         if most >= self.high:
             return self
@@ -178,7 +178,7 @@ class _Golden:
             found.append(_divergence(record, logits))
             generated.append([int(logits.argmax())])
         going = list(range(len(group)))
-        while going := [i for i in going if self._goes_on(group[i], generated[i])]:
+        while going := [i for i in going if self._continues(group[i], generated[i])]:
             last = np.array([[generated[i][-1]] for i in going], np.int64)
             for i, row in zip(
                 going, self._steps.step(last, [slots[i] for i in going]), strict=True
@@ -187,7 +187,7 @@ class _Golden:
         self._steps.release(slots)
         return found, generated
 
-    def _goes_on(self, record: GoldenRecord, generated: Sequence[int]) -> bool:
+    def _continues(self, record: GoldenRecord, generated: Sequence[int]) -> bool:
         held = len(record.prompt_token_ids) + len(generated)
         return (
             len(generated) < len(record.continuation_token_ids)

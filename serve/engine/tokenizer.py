@@ -1,6 +1,7 @@
 """Text to token ids and back: whole, token by token, and as the prompt of a conversation.
 
-A detokenizer holds back half characters, `StopChecker` what may become a stop string.
+A detokenizer holds back incomplete characters; `StopChecker` holds back text that may become a stop
+string.
 """
 
 import asyncio
@@ -219,9 +220,10 @@ class Tokenizer:
 
 
 async def beside(function: Callable[..., T], *arguments: Any, size: int | None) -> T:
-    """Calls `function`; on a thread beside the event loop if its input is large.
+    """Returns `function(*arguments)`; computes it on a thread if the input is large.
 
-    `size` is that of the input in characters or tokens, or None if it says nothing of the time.
+    `size` is that of the input in characters or tokens. None, if the time does not depend on it,
+    always takes a thread.
     """
     if size is not None and size < LONG:
         return function(*arguments)

@@ -1,9 +1,10 @@
 """Keeps a redacted sample of a model's requests, as JSON lines for the next calibration.
 
-A draw selects requests; a thread redacts and appends them, so that no request waits. Processes may
-share a file: a line is one write under the file's lock. A full file loses every second line, and
-the share halves, so every request since its beginning had the same chance to be in it. The last
-line has the file's share, from which other processes and later starts go on.
+Requests are drawn at random. A thread redacts and appends them, so that no request waits. Processes
+may share a file: a line is one write under the file's lock. When the file is full, every second
+line is removed and the share is halved, so every request since its beginning had the same
+probability to be in it. The last line holds the file's share, which other processes and later
+starts take over.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Capture", "Taken", "problem_with", "redacted", "require_writable"]
 
-MOST_TEXT = 128 * 1024  # characters of a request: built-in patterns hold Python's lock for 20 ms
+MOST_TEXT = 128 * 1024  # characters; on so many, the built-in patterns hold the GIL for 20 ms
 REDACT_S = 5.0  # CPU time of the process that the `redact` patterns may take for a request
 MOST_ANSWER = 2 * 1024 * 1024  # bytes of an answer as it was sent
-MOST_HELD = 64 * 1024 * 1024  # bytes of the requests and answers that wait, of each model
-PAUSE_S = 30.0  # after a failure, such as a full disk
-CLOSE_S = 2.0  # limit of writing what waits at the end
+MOST_HELD = 64 * 1024 * 1024  # bytes of requests and answers that wait to be written, by model
+PAUSE_S = 30.0  # without captures after a failure, such as a full disk
+CLOSE_S = 2.0  # limit for writing the rest at the end
 _LONGEST = 1_000_000  # bytes of the lines of a request; the smallest file holds them
 
 # Each takes time linear in the text: no two of its repetitions can match the same characters.
@@ -129,7 +130,7 @@ class Capture:
             metric.labels(model, outcome)
 
     def take(self, size: int) -> "Taken | None":
-        """Draws whether to capture a request of `size` bytes; returns it if so."""
+        """Draws whether to capture a request of `size` bytes; returns its capture, or None."""
         share = self.share
         if self._random.random() >= share:
             return None
@@ -188,7 +189,7 @@ class Capture:
             thread.join(CLOSE_S)
 
     def status(self, *, addresses: bool) -> dict[str, Any]:
-        """Reports what was captured; it reads no file, as a disk may hang."""
+        """Reports what was captured; reads no file, because a disk may hang."""
         with self._lock:
             dropped = dict(self._outcomes)
         found = {
@@ -246,7 +247,7 @@ class Capture:
                     _write(descriptor, lines, size)
                     self._known = os.fstat(descriptor).st_ino, size + len(lines)
                     return "kept"
-                self._thin()
+                self._halve_file()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
@@ -284,7 +285,7 @@ class Capture:
         self._known = found.st_ino, size
         return size
 
-    def _thin(self) -> None:
+    def _halve_file(self) -> None:
         """Puts a file with every second line in the place of the full one."""
         path = self.config.file
         beside = _beside(path)
@@ -432,7 +433,7 @@ def _line(sample: dict[str, Any], share: float) -> bytes:
 
 
 def _write(descriptor: int, lines: bytes, size: int) -> None:
-    """Appends `lines` to a file of `size` bytes, or nothing of them."""
+    """Appends all of `lines` to a file of `size` bytes; if that fails, none of them."""
     try:
         if os.write(descriptor, lines) < len(lines):  # the disk became full on the way
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

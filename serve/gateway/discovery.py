@@ -96,7 +96,7 @@ class Discovery:
                 self._say("")
             except OctetError as error:
                 self._say(str(error))
-            except Exception as error:  # a defect of ours is no reason to stop
+            except Exception as error:  # a defect of Octet is no reason to stop
                 _log.exception("pool %s: %s", self.pool.name, self.origin)
                 self.problem = repr(error)
             self._first.set()

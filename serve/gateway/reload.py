@@ -77,7 +77,7 @@ class Change:
     def __init__(self, gateway: Gateway, config: GatewayConfig) -> None:
         self._gateway = gateway
         self.config, self.restart = _for_this_process(gateway.config, config)
-        self._fresh: dict[str, Pool] = {}
+        self._new_pools: dict[str, Pool] = {}
         self._changes: dict[str, _PoolChange] = {}  # of pools that stay
 
     @classmethod
@@ -104,24 +104,24 @@ class Change:
             if not models:
                 continue
             if pool is None:
-                self._fresh[name] = Pool.from_config(name, pool_config, models[0])
+                self._new_pools[name] = Pool.from_config(name, pool_config, models[0])
             else:
                 self._changes[name] = _PoolChange(
                     pool, pool_config, models[0], walked=name in config.one_at_a_time
                 )
         self.keys = Keys.from_config(config.access, gateway.keys)
         await all_of(
-            [pool.start() for pool in self._fresh.values()]
+            [pool.start() for pool in self._new_pools.values()]
             + [change.prepare() for change in self._changes.values()]
         )
         kept = {name: change.pool for name, change in self._changes.items()}
-        used = kept | self._fresh
+        used = kept | self._new_pools
         self.pools = {name: used[name] for name in config.all_pools if name in used}
         self.routes = Routes.from_config(config, self.pools, gateway.rollouts.shares)
 
     async def _discard(self) -> None:
         await asyncio.gather(
-            *(pool.close() for pool in self._fresh.values()),
+            *(pool.close() for pool in self._new_pools.values()),
             *(c.pool.discard(member) for c in self._changes.values() for member in c.come),
             return_exceptions=True,
         )
@@ -129,9 +129,9 @@ class Change:
     def commit(self) -> dict[str, Any]:
         """Applies all changes without yielding to other tasks; returns what has changed."""
         report: dict[str, Any] = {
-            "pools_added": [name for name in self._fresh],
+            "pools_added": [name for name in self._new_pools],
             "pools_removed": [name for name in self._gateway.pools if name not in self.pools],
-            "backends_added": sum(len(pool.members) for pool in self._fresh.values()),
+            "backends_added": sum(len(pool.members) for pool in self._new_pools.values()),
             "backends_removed": 0,
             "backends_kept": 0,
         }
@@ -195,7 +195,7 @@ class _PoolChange:
         self._provers = await self.pool.examined(stays, self._exams)
 
     def _serves_the_same(self, member: Member) -> bool:
-        """Returns whether its requests name the same model, even if the public name changed."""
+        """Returns whether its backend serves the same model, even if the public name changed."""
         config = member.config
         own = (
             config is None

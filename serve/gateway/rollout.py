@@ -1,9 +1,9 @@
-"""Rolls out a canary: proof, copies for the judge alone, share by share, all requests; or back.
+"""Rolls out a canary in steps: its proof, copies for the judge, a growing share, all requests.
 
-The configuration file lists the canary with its share at rest, such as 0. A rollout sets its share,
-and goes on to the next one when the judge rules that the pool is within its limit. Anything else
-rolls it back to 0: a ruling above the limit, a refused proof, no backend that serves, a pool that
-cannot be judged, or no ruling in time.
+The configuration file lists the canary with its share without a rollout, such as 0. A rollout sets
+the share of each step, and goes on to the next when the judge rules that the pool is within its
+limit. Anything else rolls it back to 0: a ruling above the limit, a refused proof, no backend that
+serves, a pool that cannot be judged, or no ruling in time.
 
 A file records how the rollout of each canary ended. It holds a share of 0 from the beginning of a
 rollout to its end, and 1 only after a promotion. So a restart in the middle leaves the canary
@@ -36,7 +36,7 @@ __all__ = ["MAX_STEPS", "Rollout", "Rollouts"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
-_OUT_S = 10.0  # without a backend that serves; a shorter outage only delays a rollout
+_OUT_S = 10.0  # outage that rolls a canary back; a shorter one only delays the rollout
 _PROBLEMS = 5  # copies in a row that could not be judged
 MAX_STEPS = 20
 
@@ -44,7 +44,7 @@ Outcome: TypeAlias = Literal["running", "promoted", "rolled_back", "interrupted"
 
 
 class _Record(BaseModel):
-    """How the rollout of one canary ended, or that it runs."""
+    """The state of one canary's rollout, as kept in the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

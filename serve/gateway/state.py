@@ -100,10 +100,10 @@ class Gateway:
         self.reloading = asyncio.Lock()  # held from reading the file to the end of the reload
         self.background: set[asyncio.Task[None]] = set()  # copies of requests, for shadow pools
         self.earlier: dict[Epoch, asyncio.Task[None]] = {}  # previous ones with requests left
-        self.finishing: list[Pool] = []  # out of use, but requests may still wait for them
+        self.finishing: list[Pool] = []  # no longer configured; requests may still wait for them
         self.discoveries = self._discover()
         self.captures = self._capture({})
-        self._tasks: list[asyncio.Task[None]] = []  # that run until `close`
+        self._tasks: list[asyncio.Task[None]] = []  # tasks that run until `close`
         self._drain_until = 0.0
 
     @classmethod

@@ -21,7 +21,7 @@ __all__ = ["walk"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5
-_OUT_S = 1800.0  # longer than vLLM may take to start, and to be proven
+_OUT_S = 1800.0  # time without a ready backend; longer than vLLM takes to start and be proven
 
 
 async def walk(model: str, pools: Sequence[Pool], changing: asyncio.Lock) -> None:
@@ -56,7 +56,7 @@ async def _started(pool: Pool, changing: asyncio.Lock) -> GivenUp | None:
             for entry in pool.config.backends:
                 members.append(await pool.prepare(entry, patience_s=0.0))
         except Exception as error:
-            if not isinstance(error, OctetError):  # a defect of ours; the next pool may start
+            if not isinstance(error, OctetError):  # a defect of Octet; the next pool may start
                 _log.exception("pool %s", pool.name)
             for member in members:
                 await pool.discard(member)

@@ -138,7 +138,7 @@ class Breaker:
             self._become("closed")
 
     def spare(self) -> None:
-        """Closes as no other member is left: the failures may have been the requests' fault."""
+        """Closes because no other member is left: the requests may have caused the failures."""
         self._become("closed")
 
     def reset(self) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Lease", "Member", "Standing"]
 
 _log = logging.getLogger(__name__)
 
-# Standing of a member; the first that applies:
+# Standing of a member: the first of these that applies.
 #   leaving      it was removed, and finishes its requests
 #   unreachable  no connection, or a new one that has not passed its checks yet
 #   not_ready    it reports that it cannot serve
@@ -100,8 +100,8 @@ class Member:
         self.report: LoadReport | None = None
         self.reported_at = -math.inf  # by the clock
         self.reported_tokens = 0  # outstanding when the report was requested
-        self.reported_in_flight = 0  # requests, likewise
-        self.last_stir = -math.inf  # when its report last showed that it generates
+        self.reported_in_flight = 0  # requests in flight when the report was requested
+        self.last_stir = -math.inf  # when its load report last showed that it generates
         self.capacity_tokens: int | None = None  # of its KV cache, as last reported
 
     def __repr__(self) -> str:
@@ -148,14 +148,14 @@ class Member:
     def awaits_check(self) -> bool:
         """Returns whether it is doubtful, and requests wait until it is checked.
 
-        One that needs a proof must still be in the incarnation that was proven, and a process of
-        ours that died is soon started again.
+        One that needs a proof must still be in the incarnation that was proven, and a process that
+        the gateway supervises is soon started again after it died.
         """
         return self.doubtful and (self.proof is not None or supervised(self.backend))
 
     @property
     def returning(self) -> bool:
-        """Returns whether it is a process of ours that is being started, and may serve soon."""
+        """Returns whether it is a supervised process that is being started, and may serve soon."""
         if not supervised(self.backend) or self.backend.gave_up:
             return False
         standing = self.standing
@@ -213,7 +213,7 @@ class Member:
                 lease.given_up()
 
     def doubt(self, error: str) -> None:
-        """Handles a lost connection: until a health check has run, others get the requests."""
+        """Handles a lost connection: others get the requests until a health check has run."""
         self.last_error = error
         if self.on_doubt is not None and self.reachable:
             self.reachable, self.doubtful = False, True
@@ -222,7 +222,7 @@ class Member:
             self.on_doubt()
 
     def forget(self, reason: str) -> None:
-        """Discards the proof: another incarnation may answer from now on."""
+        """Discards the proof, because another incarnation may answer from now on."""
         self.incarnation += 1  # also without a proof: one may be in preparation
         if self.proof is not None:
             self.proof.forget(f"not probed yet: {reason}")
@@ -280,7 +280,7 @@ class Member:
         if self._full():
             self.changed()
 
-    def _gave_back(self, tokens: int, seconds: float) -> None:
+    def _released(self, tokens: int, seconds: float) -> None:
         if self._full():
             self.changed()
         self.in_flight -= 1
@@ -365,4 +365,4 @@ class Lease:
                 self.member.breaker.abandoned(self._epoch)
             self.member.served_tokens += self.served
             self.member.written_tokens += self.written
-            self.member._gave_back(self.tokens, self._clock() - self._began)
+            self.member._released(self.tokens, self._clock() - self._began)

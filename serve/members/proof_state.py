@@ -35,7 +35,7 @@ class MemberProof:
         self.cause: Cause | None = None  # of a refusal without a verdict
         self.reason = "it has not been probed yet"  # one line, for people
         self.notes: tuple[str, ...] = ()
-        self.differences: tuple[str, ...] = ()  # what clients get otherwise by default
+        self.differences: tuple[str, ...] = ()  # defaults that differ from the artifact's
         self.probing = False  # a probe is under way
         self.outcomes: Counter[str] = Counter()  # of probes
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)  # probes, the newest last

@@ -1,7 +1,7 @@
-"""Compares what clients get with the artifact: the defaults behind what their requests leave out.
+"""Compares a server's defaults, which apply to what requests leave out, with the artifact's.
 
-A probe of the golden prompts sends every value itself, so it does not show them. A few requests
-that leave them out do, and cost about seventy tokens:
+A probe of the golden prompts sets every field, so it does not show the defaults. A few requests
+that leave fields out show them, and cost about seventy tokens:
 
 | what           | how                                                                       |
 |----------------|---------------------------------------------------------------------------|
@@ -12,7 +12,7 @@ that leave them out do, and cost about seventy tokens:
 |                | penalties                                                                 |
 | sampling       | tokens drawn without settings, see `sampling`                             |
 
-Not seen: a default `max_tokens`, and stop tokens that the server has in addition.
+Not detected: a default `max_tokens`, and additional stop tokens of the server.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class Defaults:
         """Reads an export's own files; a calibration has none, so its checkpoint's if unaltered."""
         if not (directory / "tokenizer.json").is_file():
             directory = Path(str(manifest.details.get("source", "")))
-            if not _is_of(directory, manifest):
+            if not _is_calibrated_tokenizer(directory, manifest):
                 return cls()
         try:
             path = directory / GENERATION_CONFIG
@@ -74,7 +74,7 @@ class Defaults:
             return cls()
 
 
-def _is_of(directory: Path, manifest: Manifest) -> bool:
+def _is_calibrated_tokenizer(directory: Path, manifest: Manifest) -> bool:
     """Returns whether the tokenizer in `directory` is the one that was calibrated with."""
     known = manifest.model.tokenizer
     try:
@@ -193,11 +193,11 @@ class _Examiner:
     async def penalties(self) -> str | None:
         wanted = self._generation.get("repetition_penalty") or 1.0
         record = _uncertain(self._golden)
-        plain = _displaced(await self._complete(record, _GREEDY, temperature=0.0))
+        plain = _is_not_greedy(await self._complete(record, _GREEDY, temperature=0.0))
         if wanted == 1.0 and not plain:
             return None
         explicit = await self._complete(record, _GREEDY, temperature=0.0, repetition_penalty=wanted)
-        if _displaced(explicit) != plain:
+        if _is_not_greedy(explicit) != plain:
             line = f"its default repetition_penalty is not the artifact's, which is {wanted:g}"
         elif wanted == 1.0:
             line = (
@@ -210,7 +210,7 @@ class _Examiner:
 
     async def sampling(self) -> str | None:
         declared = Sampling.of(self._generation)
-        answer = await self._complete(_telling(self._golden), 1, n=_DRAWN, **NO_PENALTIES)
+        answer = await self._complete(_distinguishing(self._golden), 1, n=_DRAWN, **NO_PENALTIES)
         tokens = _sampled(answer["choices"])
         if len(tokens) < _DRAWN:  # it ignores `n`
             raise _Unknown(f"it drew {len(tokens)} of {_DRAWN} tokens")
@@ -300,8 +300,8 @@ def _uncertain(golden: GoldenSet) -> GoldenRecord:
     return min(_short(golden), key=lambda x: sum(max(top.logprobs) for top in x.tops))
 
 
-def _telling(golden: GoldenSet) -> GoldenRecord:
-    """Selects the short prompt whose next token tells usual sampling best from neutral."""
+def _distinguishing(golden: GoldenSet) -> GoldenRecord:
+    """Selects the short prompt whose next token best distinguishes usual sampling from neutral."""
     usual, neutral = Sampling(0.6), Sampling()
     return max(_short(golden), key=lambda x: divergence(usual, neutral, x.top.values()))
 
@@ -317,7 +317,7 @@ def _positions(choice: Any) -> list[tuple[float, list[float]]]:
     ]
 
 
-def _displaced(answer: Any) -> bool:
+def _is_not_greedy(answer: Any) -> bool:
     """Returns whether greedy decoding chose a token that is not the likeliest."""
     return any(chosen < top[0] - _CLOSE for chosen, top in _positions(answer["choices"][0]))
 

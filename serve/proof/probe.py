@@ -47,7 +47,7 @@ ALTERNATIVES = 20  # log-probabilities requested per position: as many as the re
 #   gone       it cannot be reached, or its connection ended
 #   failed     it reported a failure, or its answer cannot be parsed
 #   context    the prompt is longer than the context it was started with
-#   tokenizer  it tokenizes the prompt differently, or returns tokens that are not in our vocabulary
+#   tokenizer  it tokenizes the prompt differently, or returns tokens that its vocabulary lacks
 #   refused    it refuses the request; the failure's text is its own
 FailureKind = Literal["busy", "gone", "failed", "context", "tokenizer", "refused"]
 
@@ -238,7 +238,7 @@ class _Sender:
                 if isinstance(error, BackendError):
                     return Failure(index, _KINDS.get(error.kind, "gone"), str(error))
                 self.tokens -= prompt_tokens
-                if self._relents(request, error):
+                if self._drop_refused_field(request, error):
                     continue
                 too_long = _TOO_LONG.search(f"{error.code} {error}")
                 return Failure(index, "context" if too_long else "refused", str(error))
@@ -269,7 +269,7 @@ class _Sender:
             f"{self._backend.name}: its answer ended without a finish reason", kind="garbled"
         )
 
-    def _relents(self, request: GenerateRequest, error: RequestError) -> bool:
+    def _drop_refused_field(self, request: GenerateRequest, error: RequestError) -> bool:
         """Drops what the server refused, for all later requests; returns whether to retry."""
         refusal = f"{error.param} {error}"
         if request.extra and any(name in refusal for name in request.extra):
@@ -289,7 +289,7 @@ class _Sender:
             text = f"it encodes a prompt of {ours} tokens as {theirs}"
             return Failure(index, "tokenizer", text)
         positions = [position for delta in deltas for position in delta.logprobs or ()]
-        if wrong := self._foreign(positions):
+        if wrong := self._unknown_token(positions):
             return Failure(index, "tokenizer", wrong)
         positions = positions[:POSITIONS]
         tokens = tuple(token for delta in deltas for token in delta.token_ids)
@@ -307,24 +307,23 @@ class _Sender:
         return Response(record=index, tokens=tokens[:POSITIONS], tops=tops)
 
     def _not_a_number(self, index: int) -> Response:
-        """Returns an answer of NaN, which JSON lacks: the judgement refuses it by that name."""
+        """Returns an answer of NaN, which JSON lacks: the verdict then names NaN as the cause."""
         self.alternatives.append(ALTERNATIVES)
         return Response(record=index, tokens=(UNKNOWN,), tops=({UNKNOWN: math.nan},))
 
-    def _foreign(self, positions: Sequence[PositionLogprobs]) -> str | None:
+    def _unknown_token(self, positions: Sequence[PositionLogprobs]) -> str | None:
         for position in positions:
             for token in (position.chosen, *position.top):
                 if self._vocab_size is not None and token.token_id >= self._vocab_size:
                     return f"it returns token {token.token_id}, and {self._vocab_size} exist"
             if position.chosen.token_id < 0 and self._names.is_foreign(position.chosen):
-                return (
-                    f"it returns a token {position.chosen.text!r}, which is not in our vocabulary"
-                )
+                text = repr(position.chosen.text)
+                return f"it returns a token {text}, which is not in the artifact's vocabulary"
         return None
 
 
 def _without_numbers(positions: Sequence[PositionLogprobs]) -> bool:
-    """Returns whether tokens are named and null is in place of their log-probabilities.
+    """Returns whether log-probabilities are null, which some servers send in place of NaN.
 
     A server that supports none sends no position. One that leaves out some sends others.
     """

@@ -33,7 +33,7 @@ from serve.proof.recheck import Rounds
 __all__ = ["REFUSED_S", "UNCLEAR_S", "Backoff", "Prover", "allowance"]
 
 _log = logging.getLogger(__name__)
-_POLL_S = 1.0  # no event signals that enough has been served, or a breaker's time is over
+_POLL_S = 1.0  # no event signals that enough tokens were served, or that an ejection is over
 
 
 class Prover:
@@ -60,7 +60,7 @@ class Prover:
         self._task: asyncio.Task[None] | None = None
         self._incarnation = member.incarnation  # that the state below belongs to
         self._rounds: Rounds | None = None  # since its last whole probe
-        self._suspected = False  # in this incarnation, and not yet cleared by every prompt
+        self._suspected = False  # a probe looked wrong; a whole probe has not cleared it yet
         self._requested = False  # an administrator asked for a whole probe
         self._sent: tuple[int, asyncio.Task[Probed]] | None = None  # incarnation, last query
 
@@ -206,9 +206,9 @@ class Prover:
             return self._defect(error)
 
     def _defect(self, error: Exception) -> Examined:
-        """Handles a defect, most likely ours: it proves nothing about the backend."""
+        """Handles a defect, most likely of Octet: it proves nothing about the backend."""
         _log.error("the proof of %s failed", self._member.name, exc_info=error)
-        # Without the error's text, which may name a file of ours.
+        # Without the error's text, which may name a file of the gateway.
         reason = f"its probe failed: {type(error).__name__}"
         return Examined("unproven", reason, "defect", soon=True)
 

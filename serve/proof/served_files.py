@@ -41,7 +41,7 @@ def differences(
     after `since` (the server's start, in seconds since 1970) is not what it loaded, and a file that
     only another user may read is unknown: neither counts as a difference.
     """
-    if not _tells(root, since):
+    if not _shows_loaded(root, since):
         return []
     if proofs.manifest.kind == "pack":
         return _of_pack(root, proofs, trusted=trusted)
@@ -93,7 +93,7 @@ def _is(path: Path, digest: str | None) -> bool:
     return path.is_file() and sha256_file(path) == digest
 
 
-def _tells(root: Path, since: float | None) -> bool:
+def _shows_loaded(root: Path, since: float | None) -> bool:
     """Returns whether `root` holds a readable checkpoint that existed when the server started."""
     try:
         if not root.is_dir() or not any(root.glob("*.safetensors")):
@@ -146,7 +146,7 @@ def _scales(root: Path, served: Manifest | None, directory: Path, proofs: Proofs
             return [*_differing(_cache_scales(directory, proofs), _by_role(theirs), implied=True)]
         if ours.kind == "checkpoint" and len(formats) == 1:
             return [*_differing(_read(directory), theirs, implied=False)]
-    except CheckpointError:  # ours was damaged since; that proves nothing about the server's
+    except CheckpointError:  # the artifact was damaged since; that proves nothing about the server
         pass
     return []
 

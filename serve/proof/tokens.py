@@ -1,4 +1,4 @@
-"""Maps a server's tokens to ours: servers name tokens by id, or by their text alone.
+"""Maps a server's tokens to the artifact's: servers name tokens by id, or by their text alone.
 
 A text identifies less than an id does. Tokens that are parts of a character all appear as U+FFFD,
 and others share their text ("▁the" and "the", in a tokenizer that drops a first space). Such a name
@@ -33,7 +33,7 @@ class TokenNames:
         return next(iter(ids)) if len(ids) == 1 else UNKNOWN
 
     def is_foreign(self, token: TokenLogprob) -> bool:
-        """Returns whether no token of ours has its text, so that another tokenizer made it."""
+        """Returns whether no token of the artifact has its text: another tokenizer made it."""
         return self._tokenizer is not None and not self._candidates(token)
 
     def top(self, position: PositionLogprobs, reference: Collection[int]) -> dict[int, float]:

@@ -109,9 +109,9 @@ class Watch:
             await asyncio.sleep(self._config.reconnect_s)
 
     async def _hold(self) -> None:
-        """Holds the connection. At its end the member goes out at once, even during a check.
+        """Holds the connection. At its end, takes the member out at once, even during a check.
 
-        It goes out before this task ends: a request may run next, with an answer from the next
+        That happens before this task ends, because the next request might be answered by another
         incarnation.
         """
         try:
@@ -157,7 +157,7 @@ class Watch:
                     await self._doubt.wait()
 
     def _busy_since(self, moment: float) -> bool:
-        """Returns whether it is known to have worked since `moment`, and was not out."""
+        """Returns whether it is in service, and is known to have worked since `moment`."""
         member = self._member
         if self._incarnations.uncertain:
             return False

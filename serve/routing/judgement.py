@@ -16,8 +16,8 @@ from serve.config import Judge
 
 __all__ = ["Judgement", "Outcome", "Ruling"]
 
-# exceeds: the interval lies wholly above the limit; within: wholly below, and so does the plain
-# mean, of which no answer is clipped; undecided: neither
+# exceeds: the whole interval is above the limit; within: the whole interval is below, and so is the
+# plain mean, in which no answer is clipped; undecided: neither
 Ruling: TypeAlias = Literal["undecided", "within", "exceeds"]
 # Why a copy was not judged, if it was not:
 #   unavailable, busy   one of the two pools has no free backend that may serve, or a queue
@@ -35,8 +35,8 @@ Outcome: TypeAlias = (
 # Candidates of a divergence: 32 times below the limit to 32 times above, in eighths of an octave.
 _MULTIPLES = 2.0 ** (np.arange(-40, 41) / 8)
 _SHARES = np.linspace(0.0, 1.0, 201)
-_LEAST = 100  # answers of an interval: the next one sees a change as soon as it decides
-_SIGMAS = 4  # of an answer that diverges by the limit: rarer ones are clipped
+_LEAST = 100  # fewest answers of an interval; the next one sees changes as soon as it decides
+_SIGMAS = 4  # standard deviations, at a divergence of the limit, beyond which an answer is clipped
 
 
 class Judgement:

@@ -41,7 +41,7 @@ class Policy(ABC):
         """Returns one of `members`, which is not empty."""
 
     def joined(self, members: Sequence[Member]) -> None:  # noqa: B027
-        """Takes over the pool's new list of members, available or not."""
+        """Called with the pool's new list of members, available or not."""
 
 
 class RoundRobin(Policy):
@@ -91,7 +91,7 @@ class PowerOfTwo(Policy):
         a, b = members[index], members[other + (other >= index)]
         oldest = self._clock() - self._fresh_s
         if a.reported_at >= oldest and b.reported_at >= oldest:
-            more = _more_pressed(a, b)
+            more = _load_difference(a, b)
             if abs(more) >= _NOISE:
                 return b if more > 0 else a
         return a if a.outstanding_tokens <= b.outstanding_tokens else b
@@ -169,7 +169,7 @@ def _points(place: str) -> Iterator[int]:
 
 
 def _place(member: Member, members: Sequence[Member]) -> str:
-    """Returns the text that places a member on the ring.
+    """Returns the text whose hash places a member on the ring.
 
     That is its address, so that all gateways agree, plus its name if two share an address.
     """
@@ -178,7 +178,7 @@ def _place(member: Member, members: Sequence[Member]) -> str:
     return address if alone else f"{address}\0{member.name}"
 
 
-def _more_pressed(a: Member, b: Member) -> float:
+def _load_difference(a: Member, b: Member) -> float:
     """Returns how much more loaded `a` is than `b`, by their reports; both must have reported."""
     pressures = _pressure(a), _pressure(b)
     if pressures[0] is not None and pressures[1] is not None:

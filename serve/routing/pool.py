@@ -102,7 +102,7 @@ class Pool:
         self._available: list[Member] = []
         self._proven = Proven()
         self._stale = True  # `_available` and `_proven` must be recomputed
-        self._moved = asyncio.Event()  # set at each change, to wake waiting requests
+        self._state_changed = asyncio.Event()  # set at each change, to wake waiting requests
         self._reopens_at = math.inf  # when the next open breaker's time is over, by the clock
         for backend, entry in backends:
             self.members = (*self.members, self._member(backend, entry))
@@ -185,8 +185,8 @@ class Pool:
                         return True
                     if standings.isdisjoint(("full", "trial")):
                         return False
-                    self._moved.clear()
-                    await self._moved.wait()
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
         return False
 
     @property
@@ -201,8 +201,8 @@ class Pool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while self.returning:
-                    self._moved.clear()
-                    await self._moved.wait()
+                    self._state_changed.clear()
+                    await self._state_changed.wait()
         return any(m.available for m in self.members if m not in unfit)
 
     def give_up(self, why: GivenUp) -> None:
@@ -398,7 +398,7 @@ class Pool:
 
     def _changed(self) -> None:
         self._stale = True
-        self._moved.set()
+        self._state_changed.set()
 
     def _refresh(self) -> None:
         self._spare_the_last()

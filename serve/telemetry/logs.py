@@ -108,7 +108,7 @@ class _Writer(logging.Handler):
             self._descriptor = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody is left to be told
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed: nowhere to report it
             line = f"{self.format(record)}\n"
             if self._descriptor is None:
                 self._stream.write(line)

@@ -99,7 +99,7 @@ class Observation:
         self.status = 500
         self.gone = False  # the client went away before the end of the answer
         self.prompt: str | None = None  # for the log, where the configuration allows it
-        self.choices = 1  # of the answer
+        self.choices = 1  # number of choices of the answer
         self.retries = 0
         self.queued_s = 0.0
         self.first_s: float | None = None  # from arrival to the first event
@@ -109,7 +109,7 @@ class Observation:
         self.estimated_prompt_tokens = 0  # used if the backend reports no count
         self._first_at = self._round_at = self._last_at = 0.0  # the last: of the latest event
         self._running = 1  # choices that are still being written
-        self._skipped = 0  # events still to come that end no gap
+        self._skipped = 0  # coming events that are not counted as the end of a gap
         self._pending = 0  # events since `_round_at`
         self._gaps = 0  # between tokens, the held ones included
         # Gaps not yet counted, by rounds: seconds and number of each. One choice holds only the

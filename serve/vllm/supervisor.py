@@ -20,7 +20,7 @@ __all__ = ["Supervisor"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 1.0
-_LASTED_S = 60.0  # a process that was healthy for so long gives no reason to delay the next one
+_LASTED_S = 60.0  # after a process that was healthy for so long, the next one starts at once
 _DELAYS_S = (0.5, 60.0)  # the first delay, and the longest
 # A process that was healthy once is ended if it reports for so long that its engine is dead, or
 # does not answer: one that is busy may take its time.
@@ -59,7 +59,7 @@ class Supervisor:
 
     @property
     def gave_up(self) -> str:
-        """Says why another start is unlikely to help; "" while it may.
+        """Returns why another start is unlikely to help; "" while it may.
 
         One failure suffices before any process was healthy: the next one would most likely end for
         the same reason, minutes later. Further starts are tried even so.
@@ -82,7 +82,7 @@ class Supervisor:
                 healthy_s = await self._live()
             except OSError as error:  # it cannot be executed
                 self.last_end = f"cannot be started: {error.strerror or error}"
-            except Exception as error:  # a defect of ours; the next start may succeed
+            except Exception as error:  # a defect of Octet; the next start may succeed
                 self.last_end = f"cannot be started: {error!r}"
                 _log.exception("%s", self.name)
             self.failures = 0 if healthy_s >= _LASTED_S else self.failures + 1

@@ -39,7 +39,7 @@ def main(origin: Path, model: Path, samples: Path, out: Path) -> None:
 
 
 def train(options: Options, out: Path, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recover, "_KEPT_S", -1.0)  # keeps every step
+    patch.setattr(recover, "_KEEP_EVERY_S", -1.0)  # keeps every step
     for method, module, free_mb, steps in (
         ("whole model", recover, 1000, 5),
         ("layer by layer", recover_layers, 60, 8 + 3),

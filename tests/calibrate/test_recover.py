@@ -225,7 +225,7 @@ def test_a_killed_run_continues_to_the_same_bytes(
     recovered = request.getfixturevalue(fixture)
     training = replace(training_of(options), train=train, learning_rate=rate)
     options = replace(options, training=training)
-    monkeypatch.setattr(recover, "_KEPT_S", -1.0)
+    monkeypatch.setattr(recover, "_KEEP_EVERY_S", -1.0)
     steps: list[float] = []
     real = recover.backward
 

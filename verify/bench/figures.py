@@ -56,8 +56,8 @@ class Quality:
 class Bench:
     """All results. `cells` is by load, then by target; `comparison` is None without samples.
 
-    `proofs` says of each target what proves it; () if nothing was to. `served` is None for a
-    server that was running already, and `gpu` where it is not known.
+    `proofs` has a sentence for each target about its proof; () if none was requested. An element of
+    `served` is None for a server that was running already; `gpu` is None if unknown.
     """
 
     targets: tuple[str, ...]
@@ -154,7 +154,7 @@ def _gpus(runs: Sequence[Run], key: str) -> Spread | None:
 
 
 def _lengths(plan: Plan, runs: Sequence[Run]) -> list[str]:
-    """Warns of targets that generated fewer or more tokens than the load wants."""
+    """Warns of targets that generated fewer or more tokens than the load requests."""
     lines = []
     for target, place in enumerate(plan.places):
         for index, load in enumerate(plan.loads):

@@ -69,7 +69,7 @@ class Place:
     url: str
     model: str
     is_vllm: bool = False
-    served: "Served | None" = None  # of a checkpoint that vLLM was started on
+    served: "Served | None" = None  # None: the server was running already
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Served:
 
     @classmethod
     def of(cls, checkpoint: Path, options: str) -> "Served":
-        """Reads them from a checkpoint's manifest; `options` of `vllm serve` come after it."""
+        """Reads them from a checkpoint's manifest; `options` of `vllm serve` override it."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--kv-cache-dtype", default="")
         parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=0)

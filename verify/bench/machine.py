@@ -118,7 +118,7 @@ def _sample(pynvml: Any, handles: dict[int, Any], watch: Watch, stop: threading.
 
 
 def kv_capacity(url: str, key: str | None) -> int | None:
-    """Returns the tokens that fit into a server's KV cache; None if /metrics does not tell."""
+    """Returns the tokens that fit into a server's KV cache; None if /metrics does not report it."""
     headers = {"user-agent": "octet"} | ({"authorization": f"Bearer {key}"} if key else {})
     try:
         request = Request(f"{url}/metrics", headers=headers)

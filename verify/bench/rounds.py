@@ -107,7 +107,7 @@ def _run(plan: Plan, generator: Generator, turn: int, load: int, target: int) ->
 
 
 def _require_same_setup(out: Path, plan: Plan, generator: Generator) -> None:
-    """Writes what `out` is about; raises ConfigError if it is about something else already."""
+    """Writes the setup to `out`; raises ConfigError if `out` holds runs of another setup."""
     setup = {
         "schema_version": _SCHEMA,
         "targets": [

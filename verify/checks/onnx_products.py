@@ -45,7 +45,9 @@ _DIVISORS = {
     ("e2m1", "e4m3"): 6,
 }
 _SHAPING = ("Reshape", "Transpose", "Identity")
-_NOTHING = onnx.NodeProto(input=["", ""])  # stands for the maker of an input or a constant
+_NOTHING = onnx.NodeProto(
+    input=["", ""]
+)  # stands for the producer of a graph input or an initializer
 _ARITHMETIC = ("Max", "Div", "Mul", "Where")  # between a maximum and its scale
 
 
@@ -126,7 +128,7 @@ class _Reader:
     def _input(self, product: onnx.NodeProto, features: int) -> _Rounding:
         """Returns the rounding of the first operand of `product`; raises _NotRounded if none."""
         node = self._origin(product.input[0])
-        codes = self._maker(node.input[0])
+        codes = self._producer(node.input[0])
         if node.op_type == "DequantizeLinear" and codes.op_type == "QuantizeLinear":
             return self._by_scale(product, node, codes, features)
         kinds = (node.op_type, codes.op_type)
@@ -136,13 +138,13 @@ class _Reader:
             return self._mxfp8(node, codes)
         if node.op_type == "Mul":
             for values, scale in (node.input, reversed(node.input)):
-                chain = [self._maker(values)]
+                chain = [self._producer(values)]
                 while len(chain) < 3:
-                    chain.append(self._maker(chain[-1].input[0]))
+                    chain.append(self._producer(chain[-1].input[0]))
                 cast, inner, scaled = chain
                 same = [item.op_type for item in chain] == ["Cast", "Cast", "Div"]
-                if same and scaled.input[1] == scale and _to(cast) in _REAL:
-                    return self._by_maximum(scaled, _element(_to(inner)), features)
+                if same and scaled.input[1] == scale and _cast_type(cast) in _REAL:
+                    return self._by_maximum(scaled, _element(_cast_type(inner)), features)
         raise _NotRounded(f"it comes from {node.op_type or 'an input or a constant'}")
 
     def _by_scale(
@@ -157,7 +159,7 @@ class _Reader:
         one, other = (self._constant(item.input[1]) for item in (codes, node))
         if one is None or one != other:
             raise _NotRounded("QuantizeLinear and DequantizeLinear have different scales")
-        scaled = self._maker(codes.input[0])
+        scaled = self._producer(codes.input[0])
         if scaled.op_type != "Div" or self._constant(scaled.input[1]) is not None:
             return _Rounding(element, "float32", None)
         times = self.graph.readers.get(product.output[0], [])
@@ -169,7 +171,7 @@ class _Reader:
 
     def _nvfp4(self, node: onnx.NodeProto, codes: onnx.NodeProto) -> _Rounding:
         """Parses NVFP4: the group scales are E4M3 times a constant."""
-        scales = self._maker(node.input[1])
+        scales = self._producer(node.input[1])
         size, own = (int(_attributes(item).get("block_size", 0)) for item in (codes, node))
         whole = scales.op_type == "DequantizeLinear" and self._constant(scales.input[1])
         if not whole or scales.input[0] != codes.output[1] or size != own:
@@ -186,18 +188,20 @@ class _Reader:
         """Parses x / s with s from the maximum of each slice of x: its width and scale format."""
         kinds: set[int] = set()
         divisor = 1.0  # of the maximum, before its scale is rounded
-        node = self._maker(scaled.input[1])
+        node = self._producer(scaled.input[1])
         while node.op_type != "ReduceMax":
             if node.op_type == "Cast":
-                kinds.add(_to(node))
+                kinds.add(_cast_type(node))
             elif node.op_type not in (*_ARITHMETIC, "DequantizeLinear"):
                 raise _NotRounded(f"its scale comes from {node.op_type or 'no maximum'}")
-            for number in [self._constant(name) for name in node.input if self._fixed(name)]:
+            for number in [
+                self._constant(name) for name in node.input if self._is_initializer(name)
+            ]:
                 if number and node.op_type in ("Div", "Mul", "DequantizeLinear"):
                     divisor *= number if node.op_type == "Div" else 1 / number
-            varying = [name for name in node.input if not self._fixed(name)]
-            node = self._maker(varying[-1] if varying else "")  # of Where, after the condition
-        magnitude = self._maker(node.input[0])
+            varying = [name for name in node.input if not self._is_initializer(name)]
+            node = self._producer(varying[-1] if varying else "")  # of Where, after the condition
+        magnitude = self._producer(node.input[0])
         if magnitude.op_type != "Abs" or magnitude.input[0] != scaled.input[0]:
             raise _NotRounded("its scale is not of its own maximum")
         if len(node.input) < 2 or self._constant(node.input[1]) != -1:
@@ -210,25 +214,25 @@ class _Reader:
 
     def _width(self, name: str, features: int) -> int:
         """Returns how many columns a slice of `name` has, along the last axis."""
-        node = self._maker(name)
+        node = self._producer(name)
         while node.op_type in ("Transpose", "Cast"):
-            node = self._maker(node.input[0])
+            node = self._producer(node.input[0])
         if node.op_type != "Reshape" or node.input[1] not in self.graph.initializers:
             return features
         return int(self.graph.raw(node.input[1])[-1])
 
     def _origin(self, name: str) -> onnx.NodeProto:
         """Returns the node behind those that only change the shape or widen the dtype."""
-        node = self._maker(name)
+        node = self._producer(name)
         while _keeps_values(node):
-            node = self._maker(node.input[0])
+            node = self._producer(node.input[0])
         return node
 
-    def _maker(self, name: str) -> onnx.NodeProto:
+    def _producer(self, name: str) -> onnx.NodeProto:
         node = self.graph.maker.get(name)
         return node if node is not None and node.input else _NOTHING
 
-    def _fixed(self, name: str) -> bool:
+    def _is_initializer(self, name: str) -> bool:
         return name in self.graph.initializers
 
     def _constant(self, name: str) -> float | None:
@@ -250,14 +254,14 @@ def _wanted(scheme: TensorScheme, features: int) -> _Rounding:
 
 
 def _keeps_values(node: onnx.NodeProto) -> bool:
-    return node.op_type in _SHAPING or (node.op_type == "Cast" and _to(node) in _REAL)
+    return node.op_type in _SHAPING or (node.op_type == "Cast" and _cast_type(node) in _REAL)
 
 
 def _element(kind: int) -> str:
     return _ELEMENTS.get(kind, str(TensorProto.DataType.Name(kind)).lower())
 
 
-def _to(node: onnx.NodeProto) -> int:
+def _cast_type(node: onnx.NodeProto) -> int:
     return int(_attributes(node)["to"])
 
 

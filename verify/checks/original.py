@@ -1,4 +1,4 @@
-"""Finds the checkpoint that an artifact was made from, and proves it by its hashes."""
+"""Finds the checkpoint that an artifact was made from, and checks its hashes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -57,7 +57,10 @@ def check_recipe(
 
 
 def _difference(stored: Stored, weights: TensorScheme, inputs: TensorScheme, recipe: str) -> str:
-    """Describes a difference from the recipe; the check of names has reported a wrong tile."""
+    """Describes how `stored` differs from the recipe; "" if it does not.
+
+    Tiles are not compared, because the check of names reports wrong shapes of scales.
+    """
     kind = (stored.elements, stored.granularity, stored.scale_format)
     if kind != (weights.format, weights.granularity, weights.scale_format):
         return (

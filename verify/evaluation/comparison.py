@@ -97,7 +97,7 @@ def compare(evaluation: Evaluation, tasks: Sequence[Mapping[str, Interval]] = ()
             )
             for index, row in enumerate(rows)
         ),
-        warnings=_few(len(tokens)),
+        warnings=_warnings_of_size(len(tokens)),
     )
 
 
@@ -138,7 +138,7 @@ def _sums(values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return np.array([value.sum() for value in values])
 
 
-def _few(samples: int) -> tuple[str, ...]:
+def _warnings_of_size(samples: int) -> tuple[str, ...]:
     if samples < 2:
         return ("one sample has no confidence interval: samples are what varies independently",)
     if samples < FEW:

@@ -94,7 +94,7 @@ class Harness:
         return arguments + (["--limit", str(self.limit)] if self.limit else [])
 
     def _environment(self) -> dict[str, str]:
-        """Returns our environment, with only the named key as OPENAI_API_KEY.
+        """Returns this process's environment, with only the named key as OPENAI_API_KEY.
 
         The harness would send any OPENAI_API_KEY to any server.
         """

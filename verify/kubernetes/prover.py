@@ -33,12 +33,15 @@ from verify.server.connect import Query, http_config
 __all__ = ["PodProver", "Watched"]
 
 _log = logging.getLogger(__name__)
-_COMPARE_S = 0.5  # between two comparisons of the pods with what they should say
+_COMPARE_S = 0.5  # between two comparisons of the pods' conditions with their proofs
 _READ_S = 5.0  # between two readings of a server's start and token counts
-_SILENT_S = (1.0, 30.0)  # delays before a server that does not answer is tried again
-_API_S = (0.5, 60.0)  # the same of the API server
-_REFUSED_S = 10.0  # before a condition is written again that was not taken
-# Tokens that a server has served that does not count them: its probes have the schedule alone.
+# The first and the longest delay before a retry: of a pod's server that does not answer, and of the
+# API server.
+_SILENT_S = (1.0, 30.0)
+_API_S = (0.5, 60.0)
+_REFUSED_S = 10.0  # before a condition that the API server did not accept is written again
+# Stands for the served tokens of a server that does not count them: the limit of probes to a share
+# of the served tokens then never applies, so that only the schedule does.
 _UNCOUNTED = 2**40
 _LONGEST_NAME = 200  # characters of a backend's name; a pod's has up to 253
 
@@ -51,7 +54,7 @@ class Watched:
     member: Member | None = None  # once it has answered
     silent: str = ""  # why there is no member yet
     incarnation: Incarnation | None = None  # as last reported
-    life: int = 0  # which of the member's that is
+    member_incarnation: int = 0  # `member.incarnation` when `incarnation` was read
     task: asyncio.Task[None] | None = None
     write_at: float = 0.0  # when its condition may be written again, by the clock
     failure: str = ""  # of the last write
@@ -81,14 +84,14 @@ class PodProver:
         self.pods = pods
         self.pool = Pool(pods.namespace, config, exams=_Single(config, exam))
         self.watched: dict[str, Watched] = {}  # by the pod's UID
-        self.problem = ""  # why the API server's answers are not those of now
+        self.problem = ""  # why what is known from the API server may be outdated
         self.listed = asyncio.Event()  # the pods have been listed once
         self._query = query
         self._exam = exam
         self._port = port
         self._condition = condition
         self._rng = rng or random.Random()
-        self._gateless = False  # it has been logged
+        self._gateless_logged = False  # a warning of pods without the readiness gate
 
     async def run(self) -> None:
         """Watches and proves until cancelled; then leaves all conditions as they are.
@@ -120,10 +123,10 @@ class PodProver:
         proof = member.proof if member is not None else None
         if proof is not None and proof.state in PROVEN:
             reason = "Proven" if proof.state == "proven" else "WeaklyProven"
-            return self._said(watched, "True", reason, proof.reason, proof)
+            return self._with_annotations(watched, "True", reason, proof.reason, proof)
         if proof is not None and proof.state == "refused":
-            return self._said(watched, "False", "Refused", proof.reason, proof)
-        if self._stands(watched, proof):
+            return self._with_annotations(watched, "False", "Refused", proof.reason, proof)
+        if self._is_still_true(watched, proof):
             return None
         if pod.server is None:
             reason, message = "NotRunning", _not_running(pod, self._port)
@@ -133,9 +136,9 @@ class PodProver:
             message = message or "its server has not been queried yet"
         else:
             reason, message = "NotProven", proof.reason
-        return self._said(watched, "False", reason, message, None)
+        return self._with_annotations(watched, "False", reason, message, None)
 
-    def _stands(self, watched: Watched, proof: MemberProof | None) -> bool:
+    def _is_still_true(self, watched: Watched, proof: MemberProof | None) -> bool:
         """Decides whether the pod's condition is "True" for the server that runs now."""
         pod = watched.pod
         recorded = pod.annotations.get("octet.dev/proven-server", "")
@@ -158,10 +161,10 @@ class PodProver:
             "engine": query.engine,
             "device": query.device,
         }
-        said = " ".join(f"{name}={value}" for name, value in given.items() if value)
-        return {"octet.dev/artifact": self._exam.identity, "octet.dev/settings": said}
+        settings = " ".join(f"{name}={value}" for name, value in given.items() if value)
+        return {"octet.dev/artifact": self._exam.identity, "octet.dev/settings": settings}
 
-    def _said(
+    def _with_annotations(
         self,
         watched: Watched,
         status: Any,
@@ -177,13 +180,13 @@ class PodProver:
             annotations["octet.dev/divergence"] = "{} [{}, {}] nats".format(*figures)
         if status == "True":
             annotations["octet.dev/proven-server"] = watched.server
-        # The API server replaces what is no Unicode: the condition would never say what it should.
+        # The API server replaces what is not Unicode, so the condition would differ for ever.
         return Report(status, reason, printable(message), annotations)
 
     async def _watch(self, version: str) -> None:
-        """Watches the pods for ever, and lists them again where the server has forgotten `version`.
+        """Watches the pods for ever, and lists them again if changes after `version` are not kept.
 
-        A refusal is logged once, and tried again.
+        A failure is logged once, and the request repeated after a delay.
         """
         backoff = Backoff(self._rng)
         while True:
@@ -195,7 +198,7 @@ class PodProver:
                     self._recovered()
                     backoff.reset()
                     if kind != "BOOKMARK":
-                        await self._take(item, gone=kind == "DELETED")
+                        await self._update(item, gone=kind == "DELETED")
                 self._recovered()
                 backoff.reset()
                 await asyncio.sleep(_API_S[0])  # some proxies end a watch at once
@@ -217,18 +220,18 @@ class PodProver:
         self.problem = ""
 
     async def _list(self) -> str:
-        """Takes all pods as they are now. Returns the version to watch from. Raises ApiError."""
+        """Lists and updates all pods; returns the version to watch from. Raises ApiError."""
         items, version = await self.pods.list()
         self._recovered()
         there = {str((item.get("metadata") or {}).get("uid")) for item in items}
         for uid in [uid for uid in self.watched if uid not in there]:
             await self._drop(uid)
         for item in items:
-            await self._take(item, gone=False)
+            await self._update(item, gone=False)
         return version
 
-    async def _take(self, item: Mapping[str, Any], *, gone: bool) -> None:
-        """Follows one pod: its server is proven anew once its container or address changes."""
+    async def _update(self, item: Mapping[str, Any], *, gone: bool) -> None:
+        """Updates one pod; its server is proven anew if its container or address has changed."""
         try:
             pod = Pod.read(item, self._port, self._condition)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -247,17 +250,17 @@ class PodProver:
         await self._drop(pod.uid)
         watched = self.watched[pod.uid] = Watched(pod)
         if not pod.gated:
-            self._say_gateless(pod)
+            self._warn_gateless(pod)
         if pod.server is not None:
             await self._begin(watched)
 
-    def _say_gateless(self, pod: Pod) -> None:
+    def _warn_gateless(self, pod: Pod) -> None:
         line = (
             "pod %s has no readiness gate %s: it gets traffic, proven or not. Add `readinessGates:"
             " [{conditionType: %s}]` to the pod template, and start its pods again"
         )
-        level = logging.DEBUG if self._gateless else logging.WARNING
-        self._gateless = True
+        level = logging.DEBUG if self._gateless_logged else logging.WARNING
+        self._gateless_logged = True
         _log.log(level, line, pod.name, self._condition, self._condition)
 
     async def _begin(self, watched: Watched) -> None:
@@ -285,7 +288,7 @@ class PodProver:
                     _log.warning("pod %s: %s; trying again", watched.pod.name, error)
                 watched.silent = str(error)
                 await asyncio.sleep(backoff.next(_SILENT_S))
-            except Exception as error:  # a defect of ours must not end the watch of a pod
+            except Exception as error:  # a defect of Octet must not end the watch of a pod
                 _log.exception("pod %s", watched.pod.name)
                 watched.silent = f"it could not be queried: {type(error).__name__}"
                 await asyncio.sleep(backoff.next(_SILENT_S))
@@ -302,7 +305,7 @@ class PodProver:
         name = watched.pod.name[-_LONGEST_NAME:].lstrip("-.")
         config = config.model_copy(update={"name": name})
         member = await self.pool.prepare(config, "kubernetes", model=model, patience_s=0.0)
-        # Nothing that may fail or be cancelled stands between: nobody would close the member.
+        # Nothing may fail or be cancelled before it is in the pool: nobody would close it.
         self.pool.swap(self.pool.config, [*self.pool.members, member])
         watched.member, watched.silent = member, ""
 
@@ -310,15 +313,16 @@ class PodProver:
         """Reads when the server started, and how many tokens its clients' requests took."""
         if not member.reachable or member.proof is None:
             return
-        life = member.incarnation
+        number = member.incarnation
         async with asyncio.timeout(_READ_S):
             found = await member.backend.incarnation()
         if found is None:
             return
         before = watched.incarnation
-        if before is not None and life == watched.life and not found.follows(before):
-            return  # the proof is of the one before, until the pool notices the restart
-        watched.incarnation, watched.life = found, life
+        same = number == watched.member_incarnation
+        if before is not None and same and not found.follows(before):
+            return  # the proof is of the previous incarnation, until the pool notices the restart
+        watched.incarnation, watched.member_incarnation = found, number
         served = _UNCOUNTED
         if found.counts:
             served = max(sum(found.counts) - member.proof.tokens, 0)

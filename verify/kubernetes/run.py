@@ -56,7 +56,7 @@ def prove_pods(options: Options) -> None:
     exam = GoldenExam.load(query.golden, proof)
     cluster = find_cluster(options.kubeconfig, options.context)
     namespace = options.namespace or cluster.namespace
-    # A token for its own sake would cost a server more than its readiness probe does.
+    # No health check generates a token: it would cost a server more than its readiness probe does.
     config = PoolConfig(proof=proof, health=Health(probe_after_s=None))
 
     async def main() -> None:

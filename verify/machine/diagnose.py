@@ -64,7 +64,7 @@ def diagnose(machine: Machine, *, wanted_ports: Sequence[int] = ()) -> Diagnosis
 
 
 def servings(machine: Machine) -> list[Serving]:
-    """Returns the engines in the environment; vLLM's newest known release if it has none of it."""
+    """Returns the installed engines; in place of a missing vLLM, its newest known release."""
     found = []
     for engine in ENGINES:
         version = machine.environment.version(*_PACKAGES[engine])
@@ -87,7 +87,7 @@ def nearest_version(engine: EngineName, version: str) -> str:
 def missing_packages(machine: Machine) -> frozenset[str]:
     """Returns the packages that the hardware model requires and the environment lacks."""
     has = machine.environment.version("flashinfer-python") is not None
-    # Without vLLM nothing is known of the environment that will have it.
+    # Without vLLM here, another environment will have it, of which nothing is known.
     without = machine.environment.version("vllm") is None
     return frozenset() if has or without else frozenset({"flashinfer"})
 

@@ -42,7 +42,7 @@ class ServerReport:
     tokens: int = 0
     seconds: float = 0.0
     findings: list[str] = field(default_factory=list)  # faults outside the log-probabilities
-    defaults: list[str] = field(default_factory=list)  # of these, what clients get by default
+    defaults: list[str] = field(default_factory=list)  # of these, those of the server's defaults
     checkpoint: dict[str, Any] | None = None  # `octet verify` of the checkpoint that it serves
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class ServerReport:
             self.unchecked.append(_PREFIXES)
 
     def add_view(self, view: ClientView) -> None:
-        """Adds what clients get by default."""
+        """Adds the comparison of the server's defaults, which apply to what requests leave out."""
         self.findings += [*filter(None, (view.tokenizer,)), *view.differences]
         self.defaults += view.differences
         self.unchecked += view.unchecked

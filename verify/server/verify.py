@@ -48,11 +48,11 @@ def verify_url(query: Query, *, as_json: bool = False, console: Console | None =
 
 
 def require_proven(query: Query, *, console: Console | None = None) -> str:
-    """Returns in a sentence what proves the server of `query`, before something measures it.
+    """Checks the server of `query` before a measurement; returns a sentence about its proof.
 
-    It may serve the original weights in place of the quantized ones. What clients get by default is
-    not compared, and a server whose log-probabilities cannot be checked is none that is wrong.
-    Raises GateError, with the cause, for a server that is.
+    A server of the original weights is accepted in place of one of the quantized ones, and so is
+    one whose log-probabilities cannot be checked. The server's defaults are not compared. Raises
+    GateError, with the cause, for a server that does not match the artifact.
     """
     from verify.server.report import RESTARTED
 
@@ -91,7 +91,7 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
         found = ServerReport(query.url, model, exam.declared.label, exam.identity, engine)
         if engine is not None:
             found.findings += structural_findings(engine, exam.proofs, exam.declared, query.golden)
-        found.notes += _of_scales(exam)
+        found.notes += _notes_on_cache(exam)
         found.notes += [exam.power] if exam.power else []
         await _ask(backend, exam, query, found, console)
         if not found.stopped:
@@ -104,8 +104,8 @@ async def _check(query: Query, console: Console | None) -> "ServerReport":
     return found
 
 
-def _of_scales(exam: "GoldenExam") -> list[str]:
-    """Notes if an artifact is served with another cache than it was exported for."""
+def _notes_on_cache(exam: "GoldenExam") -> list[str]:
+    """Returns a note if the declared cache is not the one whose scales the artifact has."""
     kept, own = exam.declared.kv_cache, exam.proofs.kv_cache
     if exam.declared.weights == "original" or "float16" in (kept, own) or kept in (None, own):
         return []
@@ -133,7 +133,7 @@ async def _ask(
         raise Unprovable.in_context(backend.name, backend.context_length)
     if query.every_prompt:
         parts = [tuple(record for look in parts for record in look)]
-    parts.append(())  # for prompts that are still missing then
+    parts.append(())  # a last look, for prompts that are still missing
     responses: list[Response] = []
     missing: list[int] = []
     too_long: set[int] = set()

@@ -1,10 +1,12 @@
 """Tries one request on the backends that may answer it, until one does.
 
-Nothing has reached the client yet, so another backend may be tried, then another pool. A
-refused connection put no load on a backend, and never counts. A lost one earns one immediate retry,
-and so does a model whose process died: all of its requests fail together, more than a retry budget
-would let through. Any other failure may be caused by the load or by the request. It is retried as
-far as the pool's retry budget allows.
+Nothing has reached the client yet, so another backend may be tried, then another pool:
+
+- A refused connection put no load on a backend. Such attempts never count as retries.
+- A lost connection, or a model whose process died, allows one retry outside the retry budget,
+  because all requests of that backend fail together, more than a budget would let through.
+- Any other failure may be caused by load or by the request, and is retried as far as the pool's
+  retry budget allows.
 
 Clients get errors that name members, never addresses.
 """
@@ -42,21 +44,24 @@ from serve.telemetry.observation import Observation
 
 __all__ = ["Attempts"]
 
-_AGAIN = ("lost", "failed", "garbled")  # retried on the same member if there is no other
-# Facts about the backend, not signs of load: one re-dispatch per request, outside the budget.
-_GONE = ("refused", "lost", "dead")
+_RETRIED_ON_SAME = ("lost", "failed", "garbled")  # if there is no other member
+# Failures that are no sign of load: a request is sent again once, outside the retry budget.
+_RETRIED_FREE = ("refused", "lost", "dead")
 _log = logging.getLogger(__name__)
 
 
-class Disowned(BackendUnavailable):
-    """Discards an answer, without blaming the current incarnation of the backend."""
+class _Restarted(BackendUnavailable):
+    """Raised to discard an answer of a backend that has restarted since it was sent the request.
+
+    The failure is not recorded: it would count against the new process.
+    """
 
 
 @dataclass(eq=False)
 class Attempts:
-    """The resources that one request holds until `release`, and what it has spent.
+    """The attempts of one request: what it holds until `release`, and the retries it has used.
 
-    `pools` are tried in this order, while `tier` allows; `headers` are the client's.
+    `pools` are tried in order, as far as `tier` allows them; `headers` are the client's.
     """
 
     operation: Operation
@@ -74,10 +79,10 @@ class Attempts:
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None
         self.prompt_tokens = 0  # estimated
-        self._budget: RetryBudget | None = None  # of `pool`, while the request has a place in it
-        self._redispatched = False
-        self._retries = 0  # that count against a budget
-        self._waits: list[tuple[str, float]] = []  # member's name, when it was sent the request
+        self._budget: RetryBudget | None = None  # of `pool`, from the first retry there on
+        self._free_retry_used = False
+        self._retries = 0  # retries that count against a budget
+        self._waits: list[tuple[str, float]] = []  # member's name, time it was sent the request
         self._queued_s = 0.0
 
     async def open(self) -> Answer:
@@ -89,7 +94,7 @@ class Attempts:
         for pool in self.pools:
             try:
                 await self._enter(pool)
-                return await self._ask(pool)
+                return await self._try_pool(pool)
             except UnsupportedField as error:
                 last = last or error
             except RequestError as error:
@@ -103,7 +108,7 @@ class Attempts:
         raise last
 
     def release(self) -> None:
-        """Gives everything back, however the request ended. Idempotent; does not wait."""
+        """Releases everything that the request holds. Idempotent; does not wait."""
         try:
             self._leave_member()
         finally:
@@ -130,7 +135,7 @@ class Attempts:
             self.lease.succeeded()
 
     def failed(self, error: BackendError) -> None:
-        """Records that the answer broke off; `error` then has the member's name, no address."""
+        """Records that the answer broke off. Replaces addresses in `error` by the member's name."""
         if self.lease is not None:
             self.lease.failed(error)
             _without_address(error, self.lease.member)
@@ -144,7 +149,7 @@ class Attempts:
             self.ticket.settle(prompt_tokens, completion_tokens)
 
     def expired(self, tokens: int) -> RequestError:
-        """Returns the passed deadline as an error; `tokens` were sent until then."""
+        """Returns the error for the deadline that passed; `tokens` had been sent to the client."""
         stage, total_s = self.deadlines.expired or "total", self.deadlines.total_s
         self.observation.metrics.deadlines.labels(stage).inc()
         what, at_fault = f"the deadline of {total_s:g} s passed", False
@@ -159,7 +164,7 @@ class Attempts:
         return self.too_late(what, tokens)
 
     def too_late(self, what: str, tokens: int = 0) -> RequestError:
-        """Returns a 504 error that lists where the time went; `tokens` were sent until now."""
+        """Returns a 504 error that says where the time went; `tokens` had been sent until then."""
         spent = [f"{self._queued_s:.2f} s queued"]
         ends = [*(begun for _, begun in self._waits), time.monotonic()]
         for (name, begun), end in zip(self._waits, ends[1:], strict=True):
@@ -181,7 +186,7 @@ class Attempts:
         self.prompt_tokens, answer = self.operation.cost(self.call.body, unlimited)
         self.observation.estimated_prompt_tokens = self.prompt_tokens
         self.observation.pool = pool.name
-        self._ask_of = ask_for(
+        self._ask = ask_for(
             pool.config.routing, self.prompt_tokens + answer, self.call.data, self.headers
         )
         since = time.monotonic()
@@ -195,30 +200,35 @@ class Attempts:
                 except Overloaded as error:
                     if error.reason != "queue_timeout" or not pool.returning:
                         raise
-        finally:  # a wait in vain counts, too
+        finally:  # also counts a wait that ended without capacity
             self._queued_s += time.monotonic() - since
         self.observation.queued(self.ticket.queued_s - before_s)
         pool.active += 1
         self.pool = pool
 
     async def _admitted(self, pool: Pool, deadline: float) -> Ticket:
+        """Returns the ticket of an admission to `pool`, new or moved from the pool before."""
         if self.ticket is not None:
             await self.ticket.move_to(pool, deadline=deadline)
             return self.ticket
         return await self.admission.admit(
             pool,
             self.principal,
-            tokens=self._ask_of.tokens,
+            tokens=self._ask.tokens,
             deadline=deadline,
             prompt_tokens=self.prompt_tokens,
         )
 
-    async def _ask(self, pool: Pool) -> Answer:
+    async def _try_pool(self, pool: Pool) -> Answer:
+        """Returns the answer of the first member of `pool` that gives one.
+
+        Raises the last failure, or the error that no member can take the request.
+        """
         tried: list[Member] = []
-        unfit: list[Member] = []  # for this request, however often they are tried
+        unfit: list[Member] = []  # members that do not support the request
         refusal: UnsupportedField | None = None
         failure: BackendError | None = None
-        member = pool.choose(self._ask_of) or await self._next(pool, tried, unfit, failure)
+        member = pool.choose(self._ask) or await self._next_member(pool, tried, unfit, failure)
         while member is not None:
             again = member in tried
             tried.append(member)
@@ -228,51 +238,51 @@ class Attempts:
                 forget_frames(error)
                 refusal = refusal or error
                 unfit.append(member)
-                member = await self._next(pool, tried, unfit, failure)
+                member = await self._next_member(pool, tried, unfit, failure)
                 continue
             except BackendError as error:
                 forget_frames(error)
                 failure = error
-            member = await self._next(pool, tried, unfit, failure)
+            member = await self._next_member(pool, tried, unfit, failure)
             if member is None:
                 break
-            if failure.kind in _GONE and not self._redispatched:
-                self._redispatched = True
-            elif failure.kind != "refused":  # that never reached a backend, so it is no load
+            if failure.kind in _RETRIED_FREE and not self._free_retry_used:
+                self._free_retry_used = True
+            elif failure.kind != "refused":  # a refused connection is no load on the backend
                 await self._may_retry(pool, failure)
-                if not member.available:  # any more
-                    member = await self._next(pool, tried, unfit, failure)
+                if not member.available:  # it may have changed during the backoff
+                    member = await self._next_member(pool, tried, unfit, failure)
             if member is not None:
                 self.observation.retried(failure.kind)
-        raise failure or _nobody_left(pool, refusal, unfit)
+        raise failure or _none_left(pool, refusal, unfit)
 
-    async def _next(
+    async def _next_member(
         self, pool: Pool, tried: list[Member], unfit: list[Member], failure: BackendError | None
     ) -> Member | None:
         """Chooses the member to try after `failure`: an untried one, else one worth a retry."""
-        again = failure is not None and failure.kind in _AGAIN
+        again = failure is not None and failure.kind in _RETRIED_ON_SAME
         for barred in (tried, unfit) if again else (tried,):
-            member = pool.choose(self._ask_of, barred)
+            member = pool.choose(self._ask, barred)
             if member is None and await pool.checked(barred):
-                member = pool.choose(self._ask_of, barred)
+                member = pool.choose(self._ask, barred)
             if member is not None:
                 return member
         later = self.pools[self.pools.index(pool) + 1 :]
         if any(other.available for each in later for other in each.members):
             return None
         if pool.returning and await pool.returned(unfit, self.deadlines.remaining_s):
-            return pool.choose(self._ask_of, unfit)
-        # Waits for capacity only if the next try is outside the budget.
-        free = failure is not None and failure.kind in _GONE and not self._redispatched
+            return pool.choose(self._ask, unfit)
+        # Waits for capacity only if the next attempt is outside the retry budget.
+        free = failure is not None and failure.kind in _RETRIED_FREE and not self._free_retry_used
         if not free:
             return None
-        return pool.choose(self._ask_of, tried) if await pool.has_capacity(tried) else None
+        return pool.choose(self._ask, tried) if await pool.has_capacity(tried) else None
 
     async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
         """Returns when the request may be retried; raises `failure` if it may not.
 
-        Its retries in all pools count together; the first attempt in a pool is not a retry. It has
-        one place in the pool's budget, from its first retry there until it leaves the pool.
+        Its retries in all pools count together; the first attempt in a pool is not a retry. The
+        request takes one place in the pool's budget, however often it is retried there.
         """
         budget, attempts = pool.budget, pool.config.retries.attempts
         if self._retries + 1 >= attempts or not (self._budget or budget.take()):
@@ -284,9 +294,13 @@ class Attempts:
             await asyncio.sleep(backoff_s)
 
     async def _attempt(self, pool: Pool, member: Member, *, again: bool) -> Answer:
+        """Sends the request to `member`; `again` if this member was tried before.
+
+        Raises BackendError if it fails, after that is recorded, and RequestError if it refuses.
+        """
         if self.tier is not None:
             self.tier.require(pool)
-        lease = self.lease = member.lease(self._ask_of.tokens, again=again)
+        lease = self.lease = member.lease(self._ask.tokens, again=again)
         lease.given_up = self.deadlines.give_up
         self.observation.attempt(pool.name, member.name, pool.precision or "")
         if self.observation.trace is not None:  # each attempt has a span of its own
@@ -299,7 +313,7 @@ class Attempts:
             answer = await self.operation.open(member.backend, self.call)
             if lease.maybe_restarted:
                 await self._require_same(lease, answer)
-        except Disowned:
+        except _Restarted:
             self._leave_member()
             raise
         except RequestError as refused:
@@ -307,7 +321,7 @@ class Attempts:
             raise _without_address(refused, member) from None
         except (BackendError, asyncio.CancelledError) as failed:
             error = _fault_of(failed, self.deadlines, member, first_token_s)
-            if error is not failed and error.kind == "timeout":  # by the gateway's clock
+            if error is not failed and error.kind == "timeout":  # the gateway's deadline passed
                 self.observation.metrics.deadlines.labels("first_token").inc()
         else:
             return answer
@@ -321,9 +335,9 @@ class Attempts:
         raise _without_address(error, member)
 
     async def _require_same(self, lease: Lease, answer: Answer) -> None:
-        """Raises Disowned if the backend restarted, or lost its proof, since `lease` began.
+        """Raises _Restarted if the backend restarted, or lost its proof, since `lease` began.
 
-        Closes `answer` before it raises.
+        Then also closes `answer`.
         """
         restarted = True
         try:
@@ -335,7 +349,7 @@ class Attempts:
             name = lease.member.name
             line = f"{name} was restarted, or failed its proof, before its answer began"
             _log.warning("pool %s: %s", lease.member.pool, line)
-            raise Disowned(line, kind="lost")
+            raise _Restarted(line, kind="lost")
 
     def _leave_member(self) -> None:
         lease, self.lease = self.lease, None
@@ -357,10 +371,10 @@ def _fault_of(
     member: Member,
     first_token_s: float,
 ) -> BackendError:
-    """Returns the backend's fault: `failure` itself, a late first token, or that it went away.
+    """Returns what the backend did wrong: `failure`, a late first token, or a lost connection.
 
-    Raises CancelledError if the request was to end. A backend's clean-up may turn a cancellation
-    into any other exception.
+    Raises CancelledError if the request itself was cancelled. A backend's clean-up may turn a
+    cancellation into any other exception, so `deadlines` decides.
     """
     if isinstance(failure, BackendError) and not deadlines.interrupting:
         return failure
@@ -375,18 +389,18 @@ def _fault_of(
     )
 
 
-def _nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
+def _none_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Member]) -> OctetError:
     """Returns the error for a request that has no backend left to try.
 
-    That is `refusal` if the members in `unfit` do not support the request. But if the members that
-    do support it are only out or full, it is BackendUnavailable: after a refusal, a client would
-    never retry.
+    That is `refusal` if the members in `unfit` do not support the request. But if other members
+    support it, and are only unavailable now, it is BackendUnavailable: after a refusal, a client
+    would not retry.
     """
-    spells = isinstance(refusal, NeedsTokenizer)
+    tokenizes = isinstance(refusal, NeedsTokenizer)
     able = [
         member
         for member in pool.members
-        if member.backend.accepts_extra or (spells and member.backend.tokenizer is not None)
+        if member.backend.accepts_extra or (tokenizes and member.backend.tokenizer is not None)
     ]
     if refusal is None:
         return _unavailable(pool, pool.members)
@@ -396,7 +410,7 @@ def _nobody_left(pool: Pool, refusal: UnsupportedField | None, unfit: list[Membe
 
 
 def _unavailable(pool: Pool, members: Sequence[Member]) -> BackendUnavailable:
-    """Returns the error that no member is available, or that none of the reachable is proven."""
+    """Returns the error that no member is available, or that no reachable member is proven."""
     standings = Counter(member.standing for member in members)
     counts = [f"{standings[name]} {name}" for name in ("refused", "unproven") if standings[name]]
     message, retry_after_s = f"no backend of the pool '{pool.name}'", pool.retry_after_s(members)

@@ -1,9 +1,9 @@
 """Ends a request early: at a deadline, or when its client or its backend goes away.
 
-The request runs in a task of its own, and each of these cancels that task. The code that catches
-the cancellation checks here whether it was one of them. One timer serves all deadlines of a
-request. It is set when a stage begins; the events of a stream only move the time that the timer
-checks when it fires.
+The request runs in a task of its own, and each of these events cancels that task. The code that
+catches CancelledError calls `caught` to find out if one of them was the reason. One timer serves
+all deadlines of a request. It is set when a stage begins; each event of a stream only changes the
+time that is compared when the timer fires, which costs less than a new timer.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ HEADER = b"x-request-timeout"
 
 
 class Deadlines:
-    """Deadlines of the request that the current task runs, by the event loop's clock."""
+    """Deadlines of the request that the current task runs, by the event loop's clock in seconds."""
 
     __slots__ = (
         *("_at", "_before", "_handle", "_loop", "_pending", "_silence_s", "_stage", "_task"),
@@ -38,10 +38,10 @@ class Deadlines:
         self.given_up = False  # the backend went away
         self.expired: Stage | None = None
         self._total_at = self._loop.time() + total_s - elapsed_s
-        self._at = self._silence_s = inf  # the end of the stage, and how long it may be
-        self._before = inf  # `_at`, before the current send
+        self._at = self._silence_s = inf  # when the stage ends, and how long it may take
+        self._before = inf  # `_at` before the current send
         self._stage: Stage = "total"
-        self._pending = False  # this object cancelled the task, and that is not caught yet
+        self._pending = False  # True from a cancellation made here until it is `caught`
         self._handle: asyncio.TimerHandle | None = self._loop.call_at(self._total_at, self._fire)
 
     @property
@@ -106,6 +106,7 @@ class Deadlines:
             self._handle = self._loop.call_at(at, self._fire)
 
     def _fire(self) -> None:
+        """Interrupts the request if a deadline has passed; otherwise sets the timer again."""
         if self._handle is None:
             return
         now = self._loop.time() + 0.002  # uvloop's clock counts milliseconds

@@ -53,14 +53,14 @@ from serve.telemetry.observation import Observation
 __all__ = ["Exchange", "provenance", "read_body", "requested_tier"]
 
 MAX_LOGGED = 16 * 1024  # characters of a prompt
-SENT = 256 * 1024  # bytes of a whole answer that are written before other requests get a turn
+SEND_BYTES = 256 * 1024  # of a whole answer, sent before other requests get a turn
 _TIER = b"x-octet-tier"
-_DIGITS = 12  # of an artifact's identity: enough to distinguish those that one gateway serves
+_IDENTITY_DIGITS = 12  # hex digits that distinguish the artifacts that one gateway serves
 _log = logging.getLogger(__name__)
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer. Call `run` once."""
 
     __slots__ = (
         *("attempts", "deadlines", "errors", "fields", "gateway", "headers", "observation"),
@@ -81,7 +81,7 @@ class Exchange:
         self.principal: Principal | None = None
         self.deadlines: Deadlines | None = None
         self.attempts: Attempts | None = None
-        self.taken: Taken | None = None  # for the model's capture
+        self.taken: Taken | None = None  # a copy of the answer, for the model's capture
         self.tokens = 0  # events with tokens that were sent to the client
 
     async def run(self) -> None:
@@ -123,7 +123,7 @@ class Exchange:
             return None
         except (Exception, asyncio.CancelledError) as failure:
             try:
-                error = self._cause(failure)
+                error = self._ended_by(failure)
                 return None if error is None else self._refusal(error)
             finally:
                 forget_frames(failure)
@@ -138,9 +138,9 @@ class Exchange:
                 self.taken.drop("incomplete")
 
     def _copy(self, call: Call, status: int) -> None:
-        """Gives the request to a shadow pool, a judge and a capture, where a draw selects it.
+        """Copies the request to a shadow pool, a judge and a capture, if it is drawn for them.
 
-        For the last two, its backend must have answered it.
+        A judge and a capture get only requests that were answered with status 200.
         """
         if call.route.config.shadow is not None:
             cast_shadow(self.gateway, self.operation, call)
@@ -167,7 +167,7 @@ class Exchange:
         observation.routed(route.name, _choices(body), tier.name if tier is not None else "")
         if epoch.config.logs.prompts:
             prompt = data.get("messages") or data.get("prompt") or ""
-            if operation.name == "chat":  # of Responses
+            if operation.name == "chat":  # /v1/responses has its prompt in `input`
                 prompt = prompt or data.get("input")
             observation.prompt = str(prompt)[:MAX_LOGGED]
         headers = {"content-type": JSON, **observation.headers_out()}
@@ -203,7 +203,7 @@ class Exchange:
         error: Exception | None = None
         whole = False
         try:
-            progressed()  # before anything else: other requests wait for the end of a trial
+            progressed()  # first: if this was a breaker's trial request, others wait for its end
             deadlines.within("inter_token", attempts.inter_token_s)
             deadlines.sending()
             await self._send_start(answer)
@@ -216,7 +216,7 @@ class Exchange:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 if self.taken is not None:
                     self.taken.add(piece)
-                if is_comment(piece):  # shows that the server lives, not that its model does
+                if is_comment(piece):  # shows that the server runs, not that its model does
                     deadlines.sent(heard=False)
                     continue
                 deadlines.sent()
@@ -226,10 +226,10 @@ class Exchange:
                 progressed()
             whole = True
         except (Exception, asyncio.CancelledError) as failure:
-            # After [DONE], or the backend's own error event, a further failure does not matter.
+            # After the last event, or an error event of the backend, a further failure is ignored.
             reported = answer.tally.ended or answer.tally.failed is not None
             if not (reported and (deadlines.caught() or isinstance(failure, BackendError))):
-                error = self._cause(failure)
+                error = self._ended_by(failure)
                 if error is None:
                     return
             if isinstance(error, OctetError):  # the traceback of any other is logged below
@@ -238,8 +238,8 @@ class Exchange:
             deadlines.close()  # a second interruption would cut off the handling of the first
             if not whole:
                 await close(rest)
-        # From here on the backend is free, and the client may take its time.
-        tail = self._broken(error, answer.tally.events) if error is not None else b""
+        # Releases the backend before the last send, which waits for the client.
+        tail = self._error_event(error, answer.tally.events) if error is not None else b""
         if error is not None:
             forget_frames(error)
         self._complete(answer, error)
@@ -247,15 +247,15 @@ class Exchange:
         await send({"type": "http.response.body", "body": tail})
 
     def _complete(self, answer: Answer, error: Exception | None = None) -> None:
-        """Records the result of the answer; `error` is what cut it short."""
+        """Records the result of an answer, and charges its tokens; `error` ended it early."""
         attempts, tally = self.attempts, answer.tally
         assert attempts is not None
-        if answer.status != 200:  # says nothing about the model, which may hang
+        if answer.status != 200:  # does not show whether the model works
             self.observation.refused("refused_by_backend")
             attempts.settle(0, 0)
             return
         if error is None and tally.failed is not None:  # the backend's own error was forwarded
-            if isinstance(tally.failed, BackendError):  # else it blames the request
+            if isinstance(tally.failed, BackendError):  # otherwise the request was at fault
                 attempts.failed(tally.failed)
             self.observation.broken(code_of(tally.failed))
         elif error is None:
@@ -270,11 +270,11 @@ class Exchange:
             self._settle_estimate(attempts)
 
     def _settle_estimate(self, attempts: Attempts) -> None:
-        """Charges the key for the estimated prompt, and for a token per event."""
+        """Charges the key for the estimated prompt, and for one token per event sent."""
         most = longest_answer(attempts.call, self.observation.choices)
         attempts.settle(attempts.prompt_tokens, min(self.tokens, most))
 
-    def _cause(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
+    def _ended_by(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
         """Returns the error that really ended the request, or None if its client went away.
 
         A cancellation by `deadlines` may come out of a backend's clean-up as another exception. Any
@@ -296,7 +296,7 @@ class Exchange:
         if self.attempts is not None:
             if isinstance(error, BackendError) and error.kind == "timeout":
                 error = self.attempts.too_late(str(error))
-            late = status_of(error) == 504  # a backend has worked on it
+            late = status_of(error) == 504  # a backend has computed something
             self.attempts.settle(self.attempts.prompt_tokens if late else 0, 0)
         if not isinstance(error, OctetError):
             _log.error("a request failed", exc_info=error)
@@ -309,8 +309,8 @@ class Exchange:
         body = self.errors.refusal(body or error_bytes(error), status)
         return Answer(status, headers, body)
 
-    def _broken(self, error: Exception, events: int) -> bytes:
-        """Returns the event that ends a failed stream, after `events` named ones."""
+    def _error_event(self, error: Exception, events: int) -> bytes:
+        """Records that a stream failed; returns its last event, after `events` named ones."""
         assert self.attempts is not None
         if self.attempts.closing:
             error = shutting_down()
@@ -336,15 +336,18 @@ class Exchange:
     async def _send_whole(self, answer: Answer) -> None:
         await self._send_start(answer)
         body = answer.first
-        last = max(len(body) - 1, 0) // SENT * SENT
-        for at in range(0, last, SENT):
-            part = body[at : at + SENT]
+        last = max(len(body) - 1, 0) // SEND_BYTES * SEND_BYTES
+        for at in range(0, last, SEND_BYTES):
+            part = body[at : at + SEND_BYTES]
             await self.send({"type": "http.response.body", "body": part, "more_body": True})
         await self.send({"type": "http.response.body", "body": body[last:]})
 
 
 async def _watch(receive: Receive, deadlines: Deadlines) -> None:
-    """Waits until the client has gone, or has its whole answer. For use after the body is read."""
+    """Waits until the client has gone or has its whole answer, then interrupts the request.
+
+    Call it after the body is read.
+    """
     while (await receive())["type"] != "http.disconnect":
         pass
     deadlines.disconnected()
@@ -352,7 +355,7 @@ async def _watch(receive: Receive, deadlines: Deadlines) -> None:
 
 def _choices(body: Any) -> int:
     """Counts the choices that the request will get: prompts times n."""
-    if "n" not in type(body).model_fields:  # a field outside the schema may be anything
+    if "n" not in type(body).model_fields:  # outside the schema, `n` is not checked
         return 1
     prompts = getattr(body, "prompt", None)
     return (body.n or 1) * (len(prompts) if isinstance(prompts, tuple) else 1)
@@ -366,11 +369,9 @@ async def read_body(
 ) -> bytes:
     """Returns the whole body. Raises RequestError (413) if it is larger than `limit` bytes.
 
-    `count` is called with the size of each piece, and may refuse it.
-
-    A Content-Length above the limit is refused before anything is read. A chunked body, which has
-    none, is refused as soon as it exceeds the limit. Raises ClientDisconnect if the client goes
-    away meanwhile.
+    `count` is called with the size of each piece, in bytes, and may raise an error. A
+    Content-Length above the limit is refused before anything is read; a chunked body, which has
+    none, once it exceeds the limit. Raises ClientDisconnect if the client goes away meanwhile.
     """
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > limit:
@@ -419,10 +420,9 @@ def provenance(
 ) -> dict[str, str]:
     """Returns the backend, tier, precision and artifact of an answer of `member`, as headers.
 
-    The tier is there only if one was requested: that one or, where it allows less exact answers,
-    the most exact tier that the pool fits, if any. The artifact is the one that `member` itself has
-    proven, because other members of the pool may serve another. The divergence is the pool's upper
-    bound, in nats.
+    There is a tier only if the client requested one: that tier or, if it allows less exact answers,
+    the most exact tier that the pool fits. The artifact is the one that `member` has proven: other
+    members of the pool may serve another. The divergence is the pool's upper bound, in nats.
     """
     headers: dict[str, str] = {}
     if pool is None:
@@ -437,7 +437,7 @@ def provenance(
         headers["x-octet-precision"] = pool.precision
     proof = None if member is None else member.proof
     if proof is not None and proof.state == "proven":
-        headers["x-octet-artifact"] = proof.identity[:_DIGITS]
+        headers["x-octet-artifact"] = proof.identity[:_IDENTITY_DIGITS]
     if (kl := pool.proven.kl) is not None:
         headers["x-octet-divergence"] = f"{kl:.4g}"
     return headers

@@ -1,12 +1,11 @@
-"""Copies of requests that compare a pool with a reference pool: shadow traffic that judges.
+"""Estimates the divergence of a pool from a reference pool, on copies of clients' requests.
 
-The judged pool answers a copy of the prompt at temperature 1, and returns the log-probability q of
-each token that it drew. The reference pool scores the same tokens behind the same prompt, which is
-the log-probability p of each. The expectation of the sum of log q - log p is the KL divergence of
-the two pools' answers (chain rule), whatever temperature the client chose.
+The judged pool answers a copy of the prompt at temperature 1, and returns log q of each token that
+it sampled. The reference pool prefills the same prompt and answer, and returns log p of the same
+tokens. The expectation of the sum of log q - log p is the KL divergence of the two pools' answers
+(chain rule), whatever temperature the client chose.
 
-No client waits for a copy, sees its answer or pays for it. The log-probabilities are all that is
-kept of it.
+No client waits for a copy, sees its answer or pays for it. Only log-probabilities are kept.
 """
 
 import asyncio
@@ -37,16 +36,16 @@ from serve.routing.pool import Pool
 __all__ = ["judge_copy"]
 
 _log = logging.getLogger(__name__)
-# Fields of a chat that change its prompt; the copy would be of another one.
-_NOT_PLAIN = ("tools", "functions", "documents", "chat_template", "chat_template_kwargs")
-# Draws from the model's own distribution, whatever its generation_config.json says.
-_UNCHANGED: dict[str, Any] = {**NO_PENALTIES, "top_k": -1, "min_p": 0.0}
-# Tokenized in place of a prompt of token ids: tokenizers that agree on it are taken to be the same.
+# Fields of a chat that change its prompt: a request with one of them is not copied.
+_PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template", "chat_template_kwargs")
+# Samples from the model's own distribution, whatever its generation_config.json says.
+_PLAIN_SAMPLING: dict[str, Any] = {**NO_PENALTIES, "top_k": -1, "min_p": 0.0}
+# Tokenized by both pools if the prompt is token ids: tokenizers that agree on it count as the same.
 _TEXT = "def naïve(x): return [x ** 2, 'Ω', 0x1F]  # 12345 größer, 中文"
 
 
 class _NotJudged(Exception):
-    """Raised for a copy that cannot be judged. `lasting` if another one could not be, either."""
+    """Raised for a copy that cannot be judged; `lasting` if no other copy could be, either."""
 
     def __init__(self, outcome: Outcome, message: str = "", *, lasting: bool = False) -> None:
         super().__init__(message)
@@ -55,7 +54,7 @@ class _NotJudged(Exception):
 
 
 def judge_copy(gateway: Gateway, operation: TextOperation, call: Call) -> None:
-    """Starts a copy of `call` for a judged pool of its route, if a draw selects one."""
+    """Starts a copy of `call` for a judged pool of its route, if the call is drawn for one."""
     pool = call.route.judged()
     if pool is None or pool.judgement is None or gateway.draining:
         return
@@ -94,7 +93,7 @@ async def _run(gateway: Gateway, copy: "_Copy") -> None:
 
 
 async def _outcome(copy: "_Copy") -> Outcome:
-    """Judges one copy. Only a cancellation leaves as an exception."""
+    """Judges one copy, and returns the outcome. Raises nothing but CancelledError."""
     pool, judgement = copy.pool, copy.judgement
     try:
         async with asyncio.timeout(pool.config.timeouts.total_s):
@@ -126,14 +125,14 @@ class _Copy:
     pool: Pool
     reference: Pool
     judgement: Judgement
-    tokens: int  # estimated, of one pool
+    tokens: int  # estimated tokens of prompt and answer, in one pool
 
     async def judge(self) -> None:
         """Adds one answer to the judgement. Raises _NotJudged or OctetError if there is none."""
         judged, reference = self._member(self.pool), self._member(self.reference)
         if reference.proof is None or reference.proof.state not in PROVEN:
             raise _NotJudged("unproven")
-        lives = judged.incarnation, reference.incarnation
+        incarnations = judged.incarnation, reference.incarnation
         prompt = await self._prompt(judged.backend, reference.backend)
         most = self.judgement.config.answer_tokens
         for backend in (judged.backend, reference.backend):
@@ -149,7 +148,7 @@ class _Copy:
         if known != answer or any(position.chosen.logprob is None for position in scored):
             message = f"{reference.name} returns no log-probabilities of a prompt's tokens"
             raise _NotJudged("refused", message, lasting=True)
-        if lives != (judged.incarnation, reference.incarnation):
+        if incarnations != (judged.incarnation, reference.incarnation):
             raise _NotJudged("failed")
         self.judgement.saw(judged.name, judged.incarnation)
         self._add(drawn, scored)
@@ -160,7 +159,7 @@ class _Copy:
             q, p = ours.chosen.logprob, theirs.chosen.logprob
             if p is None or math.isnan(p):
                 raise _NotJudged("failed")
-            # NaN is no distribution, and what the reference never draws makes the divergence inf.
+            # The divergence is infinite if q is not finite, or for a token with p = 0.
             if q is None or not math.isfinite(q) or math.isinf(p):
                 total = math.inf
                 break
@@ -171,7 +170,7 @@ class _Copy:
             level = logging.WARNING if judgement.ruling == "exceeds" else logging.INFO
             line = "pool %s is judged: %s (%s before): %s"
             _log.log(level, line, self.pool.name, judgement.ruling, before, judgement.sentence())
-            # A reload may have given the pool other backends, and a judgement of those.
+            # A reload may have given the pool other backends, and with them a new judgement.
             if judgement.ruling == "exceeds" and judgement is self.pool.judgement:
                 self.rollouts.exceeded(self.pool)
 
@@ -189,7 +188,7 @@ class _Copy:
         """Returns the prompt's tokens. Raises _NotJudged if the pools tokenize differently."""
         body = self.call.body
         if self.operation.dialect == "chat":
-            if any(self.call.data.get(name) for name in _NOT_PLAIN):
+            if any(self.call.data.get(name) for name in _PROMPT_FIELDS):
                 raise _NotJudged("unsupported")
             try:
                 asked: Any = plain_messages(body.messages, judged.name)
@@ -210,7 +209,7 @@ class _Copy:
     async def _positions(
         self, member: Member, prompt: tuple[int, ...], *, max_tokens: int, echo: bool = False
     ) -> list[PositionLogprobs]:
-        """Returns the log-probabilities of an answer at temperature 1, or with `echo` its prompt's.
+        """Returns the log-probabilities of an answer at temperature 1; with `echo`, of the prompt.
 
         Raises _NotJudged if the backend refuses the request, and BackendError if it fails.
         """
@@ -221,7 +220,7 @@ class _Copy:
             max_tokens=max_tokens,
             logprobs=1,
             echo=echo,
-            extra=_UNCHANGED if member.backend.accepts_extra else {},
+            extra=_PLAIN_SAMPLING if member.backend.accepts_extra else {},
         )
         lease = member.lease(self.tokens)
         found: list[PositionLogprobs] = []
@@ -239,7 +238,7 @@ class _Copy:
             lease.succeeded()
             return found
         except BackendError as error:
-            # A server that fails at scoring prompts may serve all clients well.
+            # A server may fail to return log-probabilities of prompts, yet serve clients well.
             if not echo or error.kind in ("refused", "lost", "dead"):
                 lease.failed(error)
             raise
@@ -260,9 +259,9 @@ def _likeliest(position: PositionLogprobs) -> int:
 
 
 async def _tokens(backend: Backend, asked: str | list[dict[str, str]]) -> tuple[int, ...]:
-    """Returns the tokens of a text or a conversation, as `backend` reads it.
+    """Returns the token ids of a text or a conversation, by the tokenizer of `backend`.
 
-    Raises RequestError if it cannot, BackendError if it fails.
+    Raises RequestError if it cannot tokenize it, BackendError if it fails.
     """
     text = isinstance(asked, str)
     if backend.tokenizer is not None:

@@ -1,8 +1,8 @@
-"""Makes samples of a calibration from a request and its answer: a text each, or a conversation.
+"""Converts a request and its answer to calibration samples: texts, or a conversation.
 
-`octet calibrate --samples` reads `text`, and `messages` with texts as contents. What has no such
-form, such as an image, makes the request unsupported: ValueError. The answer may be anything that a
-backend sends, so a TypeError, LookupError or AttributeError means the same.
+`octet calibrate --samples` reads `text`, and `messages` whose contents are texts. A request with
+anything else, such as an image, raises ValueError. The answer may be anything that a backend sends,
+so callers treat TypeError, LookupError and AttributeError alike.
 """
 
 import json
@@ -19,7 +19,7 @@ _TEXTS = ("text", "input_text", "output_text")  # types of parts
 
 
 def _completions(data: Data, answer: bytes) -> list[Data]:
-    """Returns a text for each prompt: with its first answer behind it."""
+    """Returns a text for each prompt: the prompt and its first answer."""
     prompts = [data["prompt"]] if isinstance(data["prompt"], str) else data["prompt"]
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("token ids")
@@ -34,6 +34,7 @@ def _completions(data: Data, answer: bytes) -> list[Data]:
 
 
 def _chat(data: Data, answer: bytes) -> list[Data]:
+    """Returns a conversation from /v1/chat/completions, with the first choice."""
     reply: list[str] = []
     calls: list[Data] = []
     for part in _documents(answer):
@@ -41,14 +42,14 @@ def _chat(data: Data, answer: bytes) -> list[Data]:
             if choice["index"] == 0:
                 message = choice.get("message") or choice.get("delta") or {}
                 reply.append(_text(message.get("content")))
-                # Of a stream, a call's pieces are not joined: the prompt is enough.
+                # Tool calls of a stream come in pieces, which are not joined: the prompt is enough.
                 calls += choice["message"].get("tool_calls") or () if "message" in choice else ()
-    said = {"role": "assistant", "content": "".join(reply), "tool_calls": calls}
-    return _conversation([*data["messages"], said])
+    reply_message = {"role": "assistant", "content": "".join(reply), "tool_calls": calls}
+    return _conversation([*data["messages"], reply_message])
 
 
 def _messages(data: Data, answer: bytes) -> list[Data]:
-    """Reads Anthropic's form."""
+    """Returns a conversation from Anthropic's /v1/messages."""
     reply = []
     for part in _documents(answer):
         if part.get("type") == "content_block_delta":
@@ -56,11 +57,12 @@ def _messages(data: Data, answer: bytes) -> list[Data]:
         elif part.get("type") == "message":
             reply += [block["text"] for block in part["content"] if block["type"] == "text"]
     system = {"role": "system", "content": data.get("system")}
-    said = {"role": "assistant", "content": "".join(reply)}
-    return _conversation([system, *data["messages"], said])
+    reply_message = {"role": "assistant", "content": "".join(reply)}
+    return _conversation([system, *data["messages"], reply_message])
 
 
 def _responses(data: Data, answer: bytes) -> list[Data]:
+    """Returns a conversation from /v1/responses."""
     reply = []
     for part in _documents(answer):
         if part.get("type") == "response.output_text.delta":
@@ -94,7 +96,7 @@ def _documents(answer: bytes) -> Iterator[Data]:
 
 
 def _conversation(messages: list[Data]) -> list[Data]:
-    """Returns one sample, without messages that have nothing in them."""
+    """Returns one sample, without messages that are empty."""
     found: list[Data] = []
     for message in messages:
         content, calls = _text(message.get("content")), message.get("tool_calls")
@@ -106,7 +108,7 @@ def _conversation(messages: list[Data]) -> list[Data]:
         if "tool_call_id" in message:
             kept["tool_call_id"] = str(message["tool_call_id"])
         if found and found[-1]["role"] == kept["role"] == "assistant" and not calls:
-            found[-1]["content"] += content  # the answer goes on with the client's last message
+            found[-1]["content"] += content  # the answer continues the client's last message
         elif content or calls:
             found.append(kept)
     return [{"messages": found}]

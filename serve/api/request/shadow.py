@@ -1,6 +1,6 @@
-"""Copies of requests for a pool on trial: their answers are read, counted and discarded.
+"""Sends copies of requests to a shadow pool, a pool on trial; reads and discards the answers.
 
-No client waits for them, and no key pays for them. The configuration limits how many run at once.
+No client waits for a copy, and no key pays for it. The configuration limits how many run at once.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def cast_shadow(gateway: Gateway, operation: Operation, call: Call) -> None:
-    """Sends a copy of `call` to its route's shadow pool, if it has one and the draw selects it."""
+    """Sends a copy of `call` to its route's shadow pool, if it has one and the call is drawn."""
     settings = call.route.config.shadow
     pool = None if settings is None else call.route.shadow()
     if settings is None or pool is None or gateway.draining:
@@ -50,7 +50,7 @@ async def _shadow(gateway: Gateway, operation: Operation, call: Call, pool: Pool
 
 
 async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
-    """Sends the call to one member, and reads its whole answer; returns the outcome."""
+    """Sends the call to one member, and reads the whole answer; returns the outcome's label."""
     tokens = sum(operation.cost(call.body, pool.config.admission.answer_tokens))
     member = pool.choose(Ask(tokens))
     if member is None:
@@ -76,7 +76,7 @@ async def _answered(operation: Operation, call: Call, pool: Pool) -> str:
             lease.succeeded()
         return "ok"
     except TimeoutError:
-        if not began:  # else it is slow, or the answer is long
+        if not began:  # an answer that has begun may just be long, which is no failure
             lease.failed(BackendError(f"{member.name}: no answer in {total_s:g} s", kind="timeout"))
         return "timeout"
     except BackendError as error:

@@ -72,9 +72,7 @@ def test_what_is_no_probability_is_refused_and_named(value: float, bound: float 
         found = judged(0, spoiled(0, spoil, every), bound)
         assert found.outcome == "worse"
         assert found.cause is not None and found.cause.name == "no_distribution"
-        assert (
-            f"of {48 // every} of 48 answers its numbers are no log-probabilities" in found.reason
-        )
+        assert f"the log-probabilities of {48 // every} of 48 answers are invalid" in found.reason
         found.as_json()
 
 

@@ -60,9 +60,9 @@ def test_an_answer_is_complete_up_to_the_first_other_token(tokens, tops, whole: 
         ({1: math.nan, 2: -1.0}, "NaN"),
         ({1: math.inf, 2: -1.0}, "infinite"),
         ({1: 0.002}, "above 0"),
-        ({1: -0.1, 2: -0.2}, "of probabilities that exceed 1 together"),
-        ({1: -math.inf}, "-9999 or less of every token"),
-        ({1: -9999.0, 2: -9999.0}, "-9999 or less of every token"),
+        ({1: -0.1, 2: -0.2}, "their probabilities sum to more than 1"),
+        ({1: -math.inf}, "-9999 or less for every token"),
+        ({1: -9999.0, 2: -9999.0}, "-9999 or less for every token"),
         ({1: 1e308}, "above 0"),
     ],
 )

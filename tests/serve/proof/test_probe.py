@@ -210,7 +210,9 @@ async def test_another_tokenizer_is_seen_by_texts_that_are_none_of_ours() -> Non
 
     object.__setattr__(server.flavour, "event", event)
     async with running(server), started(server.url, type="openai") as backend:
-        with pytest.raises(Unprovable, match=r"another tokenizer .*which is not in our vocabulary"):
+        with pytest.raises(
+            Unprovable, match=r"another tokenizer .*which is not in the artifact's vocabulary"
+        ):
             await asked(backend)
 
 

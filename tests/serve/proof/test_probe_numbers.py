@@ -120,7 +120,7 @@ WIRES = {
     "null, as vLLM writes NaN": (lambda: OnTheWire(None), "NaN"),
     "null of the chosen token alone": (lambda: OnTheWire(None, alternatives=False), "NaN"),
     "infinity": (lambda: OnTheWire(math.inf), "infinite"),
-    "-9999 of everything": (lambda: OnTheWire(-9999.0), "-9999 or less of every token"),
+    "-9999 of everything": (lambda: OnTheWire(-9999.0), "-9999 or less for every token"),
     "an error": (CannotWrite, "NaN"),
 }
 
@@ -141,5 +141,5 @@ async def test_a_server_of_nan_is_refused_by_that_name(
         later = await Rounds(exam, backend, 0, ()).check(exam.parts(0, None)[0], send)
         assert later.state == "refused" and later.outcome == "worse"
     assert found.state == "refused" and found.outcome == "worse", found.reason
-    assert f"of 24 of 24 answers its numbers are no log-probabilities: {said}" in found.reason
+    assert f"the log-probabilities of 24 of 24 answers are invalid: {said}" in found.reason
     assert "weights or scales that are NaN" in found.reason

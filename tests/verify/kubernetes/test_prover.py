@@ -343,5 +343,7 @@ async def test_a_report_is_text_that_the_api_server_keeps(stage: Stage) -> None:
     """A verdict names what the engine reports; a condition that differs is written again."""
     async with stage.prover() as prover:
         pod = Pod.read(await stage.kubelet.create("a"), "http")
-        report = prover._said(Watched(pod), "False", "Refused", "of type \ud800\n", None)
+        report = prover._with_annotations(
+            Watched(pod), "False", "Refused", "of type \ud800\n", None
+        )
     assert report.message == r"of type \ud800\n"

@@ -143,7 +143,7 @@ def test_a_server_of_nan_is_wrong_and_not_one_without_log_probabilities(
 ) -> None:
     with serving(served(HONEST, server=OnTheWire(None))) as server:
         code, out, _ = verify(server.url, "--golden", proofs)
-    assert code == 1 and "its numbers are no log-probabilities: NaN" in out
+    assert code == 1 and "answers are invalid: NaN" in out
     assert "returns no log-probabilities" not in words(out)
     assert " nan " not in words(out)  # of a table without figures
 

@@ -41,6 +41,9 @@ class Training:
     train: tuple[Trainable, ...] = ("weights", "norms")
     epochs: int = 6  # passes over the samples
     learning_rate: float | None = None  # of Adam, at its highest; default: `rate`
+    # Schemes whose linears get their inputs unrounded, as `octet.hardware.support.pattern_of` names
+    # them: those that the GPUs which will serve multiply weight-only.
+    weight_only: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -56,6 +59,7 @@ class Training:
             "train": list(self.train),
             "epochs": self.epochs,
             "learning_rate": self.rate,
+            "weight_only": list(self.weight_only),
         }
 
     @property

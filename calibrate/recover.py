@@ -44,8 +44,11 @@ from calibrate.simulate.model import simulate
 from calibrate.simulate.scales import Scales
 from octet.artifacts.calibration import Calibration
 from octet.errors import ArtifactError, ConfigError, GateError
+from octet.hardware.devices import devices, find_device
+from octet.hardware.support import weight_only
 from octet.model.checkpoint import Checkpoint
 from octet.progress import progress_bar
+from octet.recipe import Recipe
 from octet.statistics import interval
 from octet.storage.tensors import PendingTensor
 
@@ -79,6 +82,8 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     method = group.on_first(partial(kept.once, "method", str, partial(_method, job, training)))
     if method == _LAYERS and job.console is not None:
         job.console.print("the whole model does not fit in memory: training layer by layer")
+    if job.console is not None:
+        job.console.print(_arithmetic(job.options.recipe, training), highlight=False)
     run = TrainingRun(job, training, start, origin.scales, held_out, kept)
     trained = train_layers(run) if method == _LAYERS else _train_whole(run)
     before, after = (_together(group, sums) for sums in (trained.before, trained.after))
@@ -107,6 +112,17 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
             "held_out": result,
         },
     )
+
+
+def _arithmetic(recipe: Recipe, training: Training) -> str:
+    """Says which arithmetic is trained for, and for which GPUs that is another one."""
+    if training.weight_only:
+        schemes = " and ".join(training.weight_only)
+        return f"training for GPUs that run {schemes} weight-only: their inputs are not rounded"
+    gpus = {x.capability: x.name for x in reversed(devices()) if x.vendor == "nvidia"}
+    others = [name for name in reversed(gpus.values()) if weight_only(recipe, [find_device(name)])]
+    hint = f"; give --for if a GPU like these will serve: {', '.join(others)}" if others else ""
+    return f"training with rounded activations{hint}"
 
 
 def _together(group: Group, sums: Sums | None) -> Sums:
@@ -145,12 +161,20 @@ def _train_whole(run: TrainingRun) -> Trained:
     reference = Reference(model, spec, held_out)
 
     def measured(scales: Scales) -> Sums | None:
-        with simulate(model, spec, recipe, scales):
+        with simulate(model, spec, recipe, scales, run.training.weight_only):
             return reference.tally().sums() if held_out else None
 
     apply_changes(model, run.start)
     before = job.group.attempt(partial(measured, run.scales))
-    with closing(Student(model, spec, recipe, run.scales, run.training.train)) as student:
+    student = Student(
+        model,
+        spec,
+        recipe,
+        run.scales,
+        run.training.train,
+        weight_only=run.training.weight_only,
+    )
+    with closing(student):
         losses = _train(run, student, teacher)
         with torch.no_grad():
             served, moved = student.served(), student.scales()

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from calibrate.options import Options
     from export.source import Source as Opened
     from octet.hardware.choice import Choice
+    from octet.hardware.devices import Device
 
 __all__ = ["calibrate", "chosen_for", "chosen_recipe", "recover", "rescale"]
 
@@ -199,6 +200,14 @@ def recover(
             min=1e-8, max=1.0, help="Of Adam, at its highest (default: 1.5e-5; 0.005 for scales)."
         ),
     ] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            help="GPUs that will serve it, h100 or h100,l40s (default: this machine's): if they"
+            " run the recipe weight-only, activations are not rounded.",
+        ),
+    ] = None,
     count: Count = 256,
     model: ModelOption = None,
     text_field: TextField = "text",
@@ -245,6 +254,7 @@ def recover(
             train=("weights", "norms") if train == "all" else (train,),
             epochs=epochs,
             learning_rate=learning_rate,
+            weight_only=_weight_only(manifest.recipe, for_),
         ),
         gate=Gate.parse(max_kl, max_ppl_change),
         spill=spill,
@@ -379,17 +389,8 @@ def chosen_for(
 ) -> "Choice":
     """Chooses a recipe and a cache for the GPUs in `devices`, and prints the reasons as a table."""
     from octet.hardware.choice import choose
-    from octet.hardware.devices import find_device
-    from octet.hardware.machine import local_devices
 
-    if devices is None:
-        found = local_devices()
-    else:
-        names = [name.strip() for name in devices.split(",") if name.strip()]
-        found = tuple(dict.fromkeys(map(find_device, names)))
-        if not found:
-            raise ConfigError("--for names no GPU: give names such as h100,l40s")
-    choice = choose(found, small=small, cache=kv_cache)
+    choice = choose(_devices(devices), small=small, cache=kv_cache)
     if console is not None:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for title in ("", *choice.devices, "", ""):
@@ -402,6 +403,32 @@ def chosen_for(
         console.print(Stacked(table))
         console.print(choice.reason, highlight=False, markup=False)
     return choice
+
+
+def _weight_only(recipe: Recipe, names: str | None) -> tuple[str, ...]:
+    """Returns the recipe's schemes that the GPUs `names` run weight-only, see `Training`."""
+    from octet.hardware.support import weight_only
+
+    found = _devices(names)
+    if names is None:  # a machine without a GPU trains for others
+        found = tuple(device for device in found if device.vendor != "cpu")
+    try:
+        return weight_only(recipe, found)
+    except ConfigError as error:
+        raise ConfigError(f"--for: {error}") from None
+
+
+def _devices(names: str | None) -> "tuple[Device, ...]":
+    """Returns the devices of --for, and without it those of this machine."""
+    from octet.hardware.devices import find_device
+    from octet.hardware.machine import local_devices
+
+    if names is None:
+        return local_devices()
+    found = tuple(dict.fromkeys(find_device(x.strip()) for x in names.split(",") if x.strip()))
+    if not found:
+        raise ConfigError("--for names no GPU: give names such as h100,l40s")
+    return found
 
 
 def chosen_recipe(

@@ -11,7 +11,7 @@ from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import MANIFEST_FILE, Kind, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.hardware.machine import local_devices
-from octet.hardware.support import support
+from octet.hardware.support import support, weight_only
 from serve.config import (
     EmbeddedConfig,
     GatewayConfig,
@@ -121,6 +121,7 @@ class _Checkpoint:
 
     def settings(self) -> GatewayConfig:
         machine_flags(self.path, gpus(), self.options.options)  # refuses what cannot start
+        self._warn_of_training()
         name, options = self.manifest.model.name, self.options
         if options.way is None and not options.fallback:
             pool = self._vllm(self.path, self.manifest.recipe.name, Proof())
@@ -194,6 +195,25 @@ class _Checkpoint:
                 _log.warning(line, self.path, recipe.name, device.name)
                 return "weight-only"
         return "native"  # tried, and measured by the proof
+
+    def _warn_of_training(self) -> None:
+        """Warns if `octet recover` assumed another arithmetic than that of this machine's GPUs."""
+        details, recipe = self.manifest.details, self.manifest.recipe
+        if details.get("algorithm") != "recover":
+            return
+        trained = set(details.get("weight_only", ()))
+        for device in local_devices():
+            here = set(weight_only(recipe, [device]))
+            if device.vendor != "cpu" and here != trained:
+                _log.warning(
+                    "%s was trained for %s activations, and vLLM's are %s on %s: the training may"
+                    " have made it less exact; octet recover --for '%s' trains for this GPU",
+                    self.path,
+                    "unrounded" if trained else "rounded",
+                    "not" if here else "rounded",
+                    device.name,
+                    device.name,
+                )
 
     def _original(self) -> Path:
         for path, manifest in self._beside("calibration"):

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from calibrate.decoder.rounding import fake_quantize, fake_quantize_learned, round_to
 from calibrate.samples.batches import Batch
 from calibrate.simulate.cache import CacheRounding, round_attention
-from calibrate.simulate.model import Schemes, module_schemes, round_inputs
+from calibrate.simulate.model import Schemes, module_schemes, round_inputs, rounds_inputs
 from calibrate.simulate.scales import DeviceScales, Scales
 from octet.model.spec import ModelSpec
 from octet.numerics.formats import E4M3
@@ -32,8 +32,9 @@ class Student:
     weights [N, K] with "weights" in `train`, and of the norms' [H] with "norms". With "scales" it
     holds x of each weight scale s, which becomes s · exp(x): scales stay positive, and all move at
     the same relative rate. Global scales stay. The model's own parameters stay as they are.
-    Activations and cache are rounded until `close`. If only some `layers` have weights in memory,
-    only these are rounded and trained.
+    Activations and cache are rounded until `close`, but not inputs of linears whose schemes are
+    `weight_only` (`octet.hardware.support.pattern_of`). If only some `layers` have weights in
+    memory, only these are rounded and trained.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Student:
         scales: Scales,
         train: Collection[str],
         layers: range | None = None,
+        weight_only: Collection[str] = (),
     ) -> None:
         self._model = model
         layers = range(spec.layers) if layers is None else layers
@@ -69,8 +71,9 @@ class Student:
         for index in layers:
             prefix = spec.layer(index)
             layer = model.get_submodule(prefix)
+            with_inputs = rounds_inputs(self._schemes, weight_only)
             mine = {
-                name: pair for name, pair in self._schemes.items() if name.startswith(f"{prefix}.")
+                name: pair for name, pair in with_inputs.items() if name.startswith(f"{prefix}.")
             }
             rounded = round_inputs(layer, index, spec, mine, self._scales)
             self._rounding.enter_context(rounded)

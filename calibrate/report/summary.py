@@ -141,9 +141,14 @@ def _trained(training: Mapping[str, Any] | None, samples: int | None) -> str:
     on = "" if samples is None else f" on {samples:,} samples"
     return (
         f"Trained{on} for {epochs} epoch{'' if epochs == 1 else 's'}, {steps:,}"
-        f" step{'' if steps == 1 else 's'}: the divergence on {held_out['tokens']:,}"
-        f" tokens of {held_out['on']} is {divergence_text(held_out)}."
+        f" step{'' if steps == 1 else 's'}{_for(training)}: the divergence on"
+        f" {held_out['tokens']:,} tokens of {held_out['on']} is {divergence_text(held_out)}."
     )
+
+
+def _for(training: Mapping[str, Any]) -> str:
+    schemes = training.get("weight_only")  # not in reports of earlier versions
+    return f", for GPUs that run {' and '.join(schemes)} weight-only" if schemes else ""
 
 
 def _expected(expected: ExpectedSet | None) -> str:

@@ -23,6 +23,7 @@ from calibrate.decoder.experts import expert_weights, tap_experts
 from calibrate.decoder.rounding import fake_quantize
 from calibrate.simulate.cache import CacheRounding, round_attention
 from calibrate.simulate.scales import DeviceScales, Scales, Watch
+from octet.hardware.support import pattern_of
 from octet.model.spec import ModelSpec
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
@@ -37,6 +38,7 @@ __all__ = [
     "module_schemes",
     "replace_weights",
     "round_inputs",
+    "rounds_inputs",
     "simulate",
     "simulate_modules",
 ]
@@ -49,13 +51,23 @@ _ROUNDED = 2.0**-22  # relative error of a few float32 products and quotients
 
 
 @contextmanager
-def simulate(model: Any, spec: ModelSpec, recipe: Recipe, scales: Scales) -> Iterator[None]:
+def simulate(
+    model: Any,
+    spec: ModelSpec,
+    recipe: Recipe,
+    scales: Scales,
+    weight_only: Collection[str] = (),
+) -> Iterator[None]:
     """While active, `model` computes as if served with `recipe` and `scales`.
+
+    Inputs of linears whose schemes are among `weight_only` (`octet.hardware.support.pattern_of`)
+    are not rounded.
 
     Afterwards the model is exactly as before. `scales` are those of a calibration. Forward passes
     work with and without a cache. Raises KeyError, naming the scale, if one is missing.
     """
-    with simulate_modules(model, spec, module_schemes(spec, recipe), scales, recipe.kv_cache):
+    schemes = module_schemes(spec, recipe)
+    with simulate_modules(model, spec, schemes, scales, recipe.kv_cache, weight_only=weight_only):
         yield
 
 
@@ -79,6 +91,7 @@ def simulate_modules(
     scales: Scales,
     kv_cache: KvCacheDtype | None,
     *,
+    weight_only: Collection[str] = (),
     watch: Watch | None = None,
 ) -> Iterator[None]:
     """Simulates some modules only: linears, `lm_head`, `model.embed_tokens` (weights only).
@@ -87,6 +100,7 @@ def simulate_modules(
     `calibrate.decoder.experts.tap_experts`.
     """
     found = DeviceScales(scales, model.device)
+    with_inputs = rounds_inputs(schemes, weight_only)
     layers = {spec.layer(index): dict[str, Any]() for index in range(spec.layers)}
     others: dict[str, Any] = {}
     for name, pair in schemes.items():
@@ -96,7 +110,7 @@ def simulate_modules(
             module = model.get_submodule(name)
             weights = decoded_weights({name: module.weight}, {name: pair}, found)
             stack.enter_context(_parameter(module, "weight", weights[name]))
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and name in with_inputs:
                 rounder = _Inputs(f"{name}.input", name, pair[1], found, watch)
                 rounder.readers = 1
                 stack.enter_context(module.register_forward_pre_hook(rounder.hook))
@@ -104,11 +118,17 @@ def simulate_modules(
             layer = model.get_submodule(prefix)
             weights = decoded_weights(layer_weights(layer, prefix, spec, mine), mine, found)
             stack.enter_context(replace_weights(layer, prefix, spec, weights))
-            stack.enter_context(round_inputs(layer, index, spec, mine, found, watch))
+            rounded = {name: pair for name, pair in mine.items() if name in with_inputs}
+            stack.enter_context(round_inputs(layer, index, spec, rounded, found, watch))
             if kv_cache is not None:
                 rounding = CacheRounding(kv_cache)
                 stack.enter_context(round_attention(layer, prefix, rounding, found, watch))
         yield
+
+
+def rounds_inputs(schemes: Schemes, weight_only: Collection[str]) -> Schemes:
+    """Returns the linears among `schemes` whose inputs are rounded: all but the `weight_only`."""
+    return {name: pair for name, pair in schemes.items() if pattern_of(pair) not in weight_only}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from octet.errors import ConfigError
 from octet.hardware.devices import Device, read_table
 from octet.recipe import PRESETS, KvCacheDtype, Recipe, TensorScheme
 
@@ -34,6 +35,7 @@ __all__ = [
     "pattern_of",
     "support",
     "version_known",
+    "weight_only",
 ]
 
 EngineName = Literal["vllm", "tensorrt", "tensorrt-rtx", "onnxruntime", "sglang", "tensorrt-llm"]
@@ -274,6 +276,30 @@ def pattern_of(pair: Pair | None) -> str:
     return f"fp8:{weights.granularity}/{activations.granularity}"
 
 
+def weight_only(recipe: Recipe, devices: Sequence[Device]) -> tuple[str, ...]:
+    """Returns the schemes of `recipe`, by `pattern_of`, that vLLM runs weight-only on `devices`.
+
+    That is, in all of its versions that are known. Raises ConfigError if that differs between the
+    devices.
+    """
+    found = []
+    for pattern in dict.fromkeys(map(pattern_of, _pairs(recipe))):
+        pair = next(pair for pair in _pairs(recipe) if pattern_of(pair) == pattern)
+        so = [
+            {way.activations for way in numerics(device, "vllm", None, pair, "float16")} == {False}
+            for device in devices
+        ]
+        if any(so) and not all(so):
+            one, other = devices[so.index(True)].name, devices[so.index(False)].name
+            raise ConfigError(
+                f"{one} runs {pattern} weight-only, and {other} does not: name GPUs that compute"
+                " alike"
+            )
+        if so and all(so):
+            found.append(pattern)
+    return tuple(found)
+
+
 def _support(query: _Query, recipe: Wanted) -> Support:
     """Returns the answer for one version; with several schemes, for the worst of them."""
     named = query.attention
@@ -342,10 +368,15 @@ def _patterns(recipe: Wanted) -> Sequence[str]:
     if isinstance(recipe, str):
         recipe = PRESETS[recipe]
     if isinstance(recipe, Recipe):
-        pairs = [(recipe.weights, recipe.activations)]
-        pairs += [(override.weights, override.activations) for override in recipe.overrides]
-        return [pattern_of(pair) for pair in pairs]
+        return [pattern_of(pair) for pair in _pairs(recipe)]
     return [pattern_of(recipe)]
+
+
+def _pairs(recipe: Recipe) -> Sequence[Pair]:
+    return [
+        (recipe.weights, recipe.activations),
+        *((override.weights, override.activations) for override in recipe.overrides),
+    ]
 
 
 _R = TypeVar("_R", bound=_Conditions)

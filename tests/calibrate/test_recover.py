@@ -154,6 +154,43 @@ def on_the_grid(calibration: Calibration, model: Path) -> None:
     assert (trained.read(norm).float32() != original.read(norm).float32()).any()
 
 
+def test_for_a_gpu_that_runs_the_recipe_weight_only_activations_are_not_rounded(
+    options: Options, recovered: Path, tiny_model: Path
+) -> None:
+    run(replace(options, training=replace(training_of(options), weight_only=("nvfp4",))))
+    found = {name: Calibration.load(name) for name in (options.out, recovered)}
+    original = Checkpoint.open(tiny_model)
+    model = load_model(original, "float32")
+    batches = evaluation_batches(read_inputs(original, options).evaluation, 16_384)
+    reference = Reference(model, original.spec, batches)
+    served = {}
+    for name, calibration in found.items():
+        apply_changes(model, calibration.applied_to(original))
+        with simulate(model, original.spec, options.recipe, calibration.scales, ("nvfp4",)):
+            served[name] = reference.compare().kl
+    details = found[options.out].manifest.details["algorithm"]
+    assert details["weight_only"] == ["nvfp4"]
+    assert details["held_out"]["after"] == pytest.approx(served[options.out], rel=0.05)
+    assert served[options.out] < 0.9 * served[recovered]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "error"),
+    [
+        ("h100,b200", "--for: H100 runs nvfp4 weight-only, and B200 does not"),
+        ("h1000", "h1000"),
+        (",", "--for names no GPU"),
+    ],
+)
+def test_for_gpus_that_compute_differently_or_are_unknown(
+    gpus: str, error: str, origin: Path, example_samples: Path, tmp_path: Path
+) -> None:
+    samples = ("--samples", example_samples / "calibration.jsonl")
+    failed = octet("recover", origin, *samples, "--for", gpus, "-o", tmp_path / "out")
+    assert failed.returncode == 2 and error in " ".join(failed.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_report_says_what_the_training_gained(recovered: Path) -> None:
     held_out = Calibration.load(recovered).manifest.details["algorithm"]["held_out"]
     less = [f"{held_out['less'][key] / held_out['before']:.1%}" for key in ("mean", "low", "high")]

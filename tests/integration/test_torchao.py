@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from octet.numerics import formats, scaling
-from octet.numerics.bits import bf16_to_float32
+from octet.numerics.bits import bf16_to_float32, float32_to_bf16
 from octet.numerics.formats import E2M1, E4M3, E5M2, Format
 from octet.numerics.microscaling import combined, global_scale, power_of_two_scales
 from tests.generators import format_id, rounding_points
@@ -183,6 +183,22 @@ def test_fp8_is_torchaos_inference(theirs: Arrays, arrays: Arrays, fmt: Format, 
         np.testing.assert_array_equal(ours, np.broadcast_to(their_scale, (len(x), 1))[same], array)
     zeros = theirs[f"random {fmt.name} row codes"][5]
     assert np.isnan(formats.decode(zeros, fmt)).all()
+
+
+@over_fp8
+def test_fp8_scales_of_bfloat16_are_ours_rounded_to_bfloat16(
+    theirs: Arrays, arrays: Arrays, fmt: Format
+) -> None:
+    """Their codes are ours under their scale, which is up to 2^-8 from ours."""
+    x = bf16_to_float32(float32_to_bf16(arrays["random"]))
+    used = np.abs(x).max(1) > 0  # see above
+    scale = theirs[f"random {fmt.name} bfloat16 row scales"].reshape(-1, 1)[used]
+    ours = scaling.scale_from_absmax(scaling.absmax(x, scaling.TOKEN), fmt).reshape(-1, 1)[used]
+    np.testing.assert_array_equal(bf16_to_float32(float32_to_bf16(ours)), scale)
+    assert (ours != scale).any()
+    codes = scaling.quantize(x[used], scale, fmt, scaling.TOKEN)
+    expected = theirs[f"random {fmt.name} bfloat16 row codes"][used]
+    np.testing.assert_array_equal(codes, expected)
 
 
 @over_fp8

@@ -38,7 +38,8 @@ def served(x: torch.Tensor, fmt: torch.dtype, rows: int) -> tuple[torch.Tensor, 
     from torchao.quantization import quant_primitives
 
     scale = quant_primitives._choose_scale_float8(x, [rows, x.shape[1]], fmt)
-    return quant_primitives._quantize_affine_float8(x, scale, fmt).view(torch.uint8), scale
+    codes = quant_primitives._quantize_affine_float8(x, scale, fmt)
+    return codes.view(torch.uint8), scale.float()
 
 
 def trained(x: torch.Tensor, fmt: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +72,7 @@ def main(inputs: Path, out: Path) -> None:
         for fmt, torch_name in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
             keep(f"{name} {fmt} tensor", served(x, torch_name, len(x)))
             keep(f"{name} {fmt} row", served(x, torch_name, 1))
+            keep(f"{name} {fmt} bfloat16 row", served(x.bfloat16(), torch_name, 1))
             keep(f"{name} {fmt} trained", trained(x, torch_name))
     np.savez(out, **found)
 

@@ -117,6 +117,34 @@ def test_a_way_that_the_machine_does_not_have_is_left_out(
         settings_of(exports / "fp4", None, Options(way="onnx"))
 
 
+@pytest.mark.parametrize(
+    ("gpu", "trained", "warning"),
+    [
+        (H100, [], "trained for rounded activations, and vLLM's are not on H100"),
+        (B200, ["nvfp4"], "trained for unrounded activations, and vLLM's are rounded on B200"),
+        (H100, ["nvfp4"], ""),
+        (B200, [], ""),
+    ],
+)
+def test_weights_trained_for_another_gpus_arithmetic_are_named(
+    gpu: Gpu,
+    trained: list[str],
+    warning: str,
+    exports: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    on(monkeypatch, gpu)
+    details = {"algorithm": "recover", "weight_only": trained}
+    recipe = Recipe.load("nvfp4")
+    write_export(
+        exports / "fp4", tiny_model, "m", tensor_parallel=1, recipe=recipe, details=details
+    )
+    settings_of(exports / "fp4", None, Options())
+    assert warning in caplog.text and bool(warning) == ("octet recover --for" in caplog.text)
+
+
 def test_a_directory_of_exports_is_served_by_what_can_run(
     exports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

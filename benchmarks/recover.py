@@ -118,6 +118,7 @@ def measured(recipe: str, where: Path, options: argparse.Namespace) -> list[dict
     ]
 
 
+COLORS = ("#1f77b4", "#d62728")
 NOT_TRAINED = {"tokens": 0, "simulated before": None, "simulated": None}
 
 
@@ -196,34 +197,43 @@ def run(
 
 
 def plot(rows: Sequence[dict[str, Any]], page: Path) -> None:
-    """Writes a page with the divergence, as served, over the tokens and seconds of training."""
+    """Writes a page with the divergence over the tokens and seconds of training.
+
+    As served, with its interval, and as simulated for what was trained.
+    """
     from plotly import graph_objects
     from plotly.subplots import make_subplots
 
     figure = make_subplots(cols=2, shared_yaxes=True, horizontal_spacing=0.04)
-    for recipe in dict.fromkeys(row["recipe"] for row in rows):
-        mine = [
-            row
-            for row in rows
-            if row["recipe"] == recipe and (row["tokens"] or row["made by"] == "plain")
-        ]
-        mine.sort(key=lambda row: row["tokens"])
+    for number, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows)):
+        mine = sorted(
+            (row for row in rows if row["recipe"] == recipe), key=lambda row: row["tokens"]
+        )
+        curve = [row for row in mine if row["tokens"] or row["made by"] == "plain"]
+        simulated = [row["simulated"] for row in curve]
+        simulated[0] = curve[-1]["simulated before"]
         for column, over in enumerate(("tokens", "seconds"), start=1):
-            trace = graph_objects.Scatter(
-                x=[row[over] if row["tokens"] else 0 for row in mine],
-                y=[row["kl"] for row in mine],
+            common = {
+                "x": [row[over] if row["tokens"] else 0 for row in curve],
+                "text": [row["made by"] for row in curve],
+                "mode": "lines+markers",
+                "line": {"color": COLORS[number % len(COLORS)]},
+                "showlegend": column == 1,
+            }
+            served = graph_objects.Scatter(
+                **common,
+                y=[row["kl"] for row in curve],
                 error_y={
-                    "array": [row["kl high"] - row["kl"] for row in mine],
-                    "arrayminus": [row["kl"] - row["kl low"] for row in mine],
+                    "array": [row["kl high"] - row["kl"] for row in curve],
+                    "arrayminus": [row["kl"] - row["kl low"] for row in curve],
                 },
-                text=[row["made by"] for row in mine],
-                mode="lines+markers",
-                name=recipe,
-                showlegend=column == 1,
+                name=f"{recipe}, served",
             )
-            figure.add_trace(trace, row=1, col=column)
+            as_trained = graph_objects.Scatter(**common, y=simulated, name=f"{recipe}, simulated")
+            as_trained.line.dash = "dot"
+            figure.add_traces([served, as_trained], rows=1, cols=column)
             figure.update_xaxes(title=f"{over} of training", row=1, col=column)
-    figure.update_yaxes(title="divergence as served, nats a token", rangemode="tozero", col=1)
+    figure.update_yaxes(title="divergence, nats a token", rangemode="tozero", col=1)
     figure.write_html(page, include_plotlyjs=True)
 
 

@@ -205,7 +205,8 @@ class OpenAiHttpBackend:
                 raise error
             refusal = refusal or error  # 404, or vLLM's 400 "does not support Completions API"
         # The gateway made these requests, so it is not a client's mistake.
-        line = f"{self.name}: refuses to generate a token: {refusal}{await self._other_names()}"
+        reason = str(refusal).rstrip(".") + await self._other_names()
+        line = f"{self.name}: refuses to generate a token: {reason}"
         raise BackendUnavailable(line, kind="failed")
 
     async def _other_names(self) -> str:

@@ -10,6 +10,8 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from octet.errors import ConfigError
+
 __all__ = ["POLICY", "static_page", "stylesheet", "table", "write_page"]
 
 # The content security policy of a page with scripts and styles of its own.
@@ -76,15 +78,18 @@ def table(label: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> s
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes a page atomically."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    """Writes a page atomically; raises ConfigError, naming `path`, where that is not possible."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            try:
+                file.write(text)
+                file.close()
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise ConfigError(f"{path}: not written: {error.strerror}; choose another place") from None

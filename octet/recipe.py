@@ -278,7 +278,8 @@ def _first_problem(error: yaml.YAMLError | ValidationError) -> str:
             key = str(first["loc"][-1])
             fields = {*Recipe.model_fields, *TensorScheme.model_fields}
             return f"{where}: unknown key{nearest(key, fields)}"
-        return f"{where}: {first['msg']}"
+        plain = {"missing": "missing", "model_type": "should be a section of keys and values"}
+        return f"{where}: {plain.get(first['type'], first['msg'])}"
     return " ".join(str(error).split())
 
 

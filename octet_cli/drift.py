@@ -73,13 +73,13 @@ def drift(
         from calibrate.drift import compare_live
 
     found = compare_live(opened, windows, false_alarms=false_alarms)
-    if metrics is not None:
-        write_page(metrics, _prometheus(opened, found))
     if as_json:
         known = {"calibration": opened.manifest.identity, "model": opened.manifest.model.name}
         print(json.dumps(known | found.as_json()))
     else:
         _show(standard_output(), opened, found)
+    if metrics is not None:
+        write_page(metrics, _prometheus(opened, found))
     if found.drifted:
         raise typer.Exit(1)
 

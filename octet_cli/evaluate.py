@@ -157,8 +157,10 @@ def evaluate(
             )
             evaluation = replace(evaluation, proofs=proofs)
             # before the harness, which is slow and may fail
-            shown = _show(evaluation, html, as_json)
+            shown = _show(evaluation, as_json)
             judged = judge(shown, limits)
+            if html is not None and harness is not None:
+                _write_page(html, evaluation, shown)
     figures, failure = _tasks(harness, servers)
     _report(evaluation, figures, targets, html, as_json, judged)
     if failure is not None:
@@ -215,6 +217,8 @@ def require_page(html: Path | None) -> None:
         raise ConfigError(f"--html {html}: is a directory; give the page's own path")
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no directory {html.parent}; make it first")
+    if html is not None and not os.access(html.absolute().parent, os.W_OK):
+        raise ConfigError(f"--html {html}: {html.parent} cannot be written to; choose another")
 
 
 def _tasks(
@@ -235,13 +239,11 @@ def _tasks(
     return figures, None
 
 
-def _show(evaluation: "Evaluation", html: Path | None, as_json: bool) -> "Comparison":
+def _show(evaluation: "Evaluation", as_json: bool) -> "Comparison":
     from verify.evaluation.comparison import compare
     from verify.evaluation.console import render
 
     result = compare(evaluation)
-    if html is not None:
-        _write_page(html, evaluation, result)
     if not as_json:
         standard_output().print(render(result))
     return result
@@ -255,7 +257,10 @@ def _report(
     as_json: bool,
     judged: "list[Judged]",
 ) -> None:
-    """Prints the rest of the results: the harness' figures and the gate, or everything as JSON."""
+    """Prints the rest of the results: the harness' figures and the gate, or everything as JSON.
+
+    Then writes the page: a full disk costs no figure.
+    """
     from verify.evaluation.comparison import compare, plain
     from verify.evaluation.console import render_tasks
 
@@ -267,19 +272,19 @@ def _report(
         data = plain({"rows": rows})
     else:
         result = compare(evaluation, figures)
-        if html is not None and any(figures):
-            _write_page(html, evaluation, result)
         data = result.as_json()
     if as_json:
         print(json.dumps(data | ({"gate": [one.as_json() for one in judged]} if judged else {})))
-        return
-    for one in judged:
-        standard_output().print(str(one), soft_wrap=True)
-    if any(figures):
-        console = standard_output()
-        for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
-            console.print(line, soft_wrap=True)
-        console.print(*render_tasks(figures))
+    else:
+        for one in judged:
+            standard_output().print(str(one), soft_wrap=True)
+        if any(figures):
+            console = standard_output()
+            for line in (f"artifact {i}: {name}" for i, name in enumerate(targets, start=1)):
+                console.print(line, soft_wrap=True)
+            console.print(*render_tasks(figures))
+    if html is not None and evaluation is not None:
+        _write_page(html, evaluation, result)
 
 
 def _write_page(html: Path, evaluation: "Evaluation", result: "Comparison") -> None:
@@ -295,16 +300,16 @@ def standard_output() -> Console:
 
 
 def finish(result: Any, html: Path | None, as_json: bool, *, page: str, report: str) -> None:
-    """Writes `--html`, if given, and prints the result: as JSON, or as a report.
+    """Prints the result, as JSON or as a report; then writes `--html`, if given.
 
     `page` and `report` are the modules with `write_page` and `render`.
     """
-    if html is not None:
-        import_module(page).write_page(html, result)
     if as_json:
         print(json.dumps(result.as_json()))
     else:
         standard_output().print(import_module(report).render(result))
+    if html is not None:
+        import_module(page).write_page(html, result)
 
 
 def note(line: str) -> None:

@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _fail(
-                "the disk is full: free some space, or write to another; no partial output is kept"
+                f"{error.filename or 'output'}: no space left on the disk; free some and run the"
+                " same command again"
             )
         if error.strerror is None:
             raise

@@ -10,6 +10,7 @@ import typer
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ConfigError
 from octet.recipe import Recipe
+from octet.storage.files import sha256_file
 from octet_cli.options import RECIPES
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def _quantized(
             raise ConfigError(
                 f"{kept}: holds {source} as {made.recipe.name}; name another directory with --out"
             )
+        _require_unchanged(model, samples, kept, made)
     elif samples is None:
         from octet.model.checkpoint import Checkpoint
         from octet.model.gpt_oss import refuse_gpt_oss
@@ -173,6 +175,26 @@ def _quantized(
         if needed and not (kept / kind / MANIFEST_FILE).exists():
             _octet("export", kind, calibration, "--out", kept / kind)
     return kept
+
+
+def _require_unchanged(model: Path, samples: Path | None, kept: Path, made: Manifest) -> None:
+    """Raises ConfigError if `model` is another than it was when `kept` was made; warns for samples.
+
+    Hashes what was written since, which is nothing as a rule: weights take long to read. Files that
+    are gone do not matter, as the export is served.
+    """
+    began = (kept / "calibration" / MANIFEST_FILE).stat().st_mtime
+    remedy = f"name another directory with --out, or remove {kept} to calibrate again"
+    for name, known in (made.model.files | made.model.tokenizer).items():
+        path = model / name
+        if path.exists() and path.stat().st_mtime > began and sha256_file(path) != known:
+            raise ConfigError(f"{path}: has changed since {kept} was made from it; {remedy}")
+    if samples is None or not samples.is_file() or made.samples is None:
+        return
+    if sha256_file(samples) != made.samples.sha256:
+        print(
+            f"warning: {kept} was made with other samples than {samples}; {remedy}", file=sys.stderr
+        )
 
 
 def _require_free(host: str | None, port: int | None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import signal
@@ -220,7 +221,10 @@ def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        line = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        if error.errno == errno.EADDRINUSE:
+            line += "; stop what listens there, or give another --port"
+        raise ConfigError(line) from None
     return listener
 
 

@@ -63,7 +63,8 @@ def verify(
         )
     path = Path(path)
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory; give what an export wrote")
+        what = "not a directory" if path.exists() else "no such directory"
+        raise ConfigError(f"{path}: {what}; give what an export wrote")
     if (path / MANIFEST_FILE).is_file():
         if key is not None:
             require_signature(path, key)

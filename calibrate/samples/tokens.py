@@ -130,7 +130,11 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
             )
         except Exception as error:  # what a damaged file raises is up to each tokenizer class
             detail = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{checkpoint.path}: no usable tokenizer ({detail})") from None
+            files = ", ".join(path.name for path in checkpoint.tokenizer_files)
+            raise CheckpointError(
+                f"{checkpoint.path}: no usable tokenizer in {files}; copy all the tokenizer's files"
+                f" of the model again, tokenizer.json above all ({detail.rstrip(': ')})"
+            ) from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ of the artifact and the SHA-256 of each file in it. A reader checks the hashes, 
 file that is wrong.
 """
 
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -56,6 +57,14 @@ _COMMANDS: Mapping[Kind, str] = {  # the command that writes each kind
     "engine": "octet build-engine",
     "triton": "octet export triton",
     "pack": "octet golden",
+}
+_NAMES: Mapping[Kind, str] = {
+    "calibration": "a calibration",
+    "checkpoint": "a checkpoint",
+    "onnx": "an ONNX export",
+    "engine": "an engine",
+    "triton": "a Triton entry",
+    "pack": "a proof pack",
 }
 # What readers rely on of the values in `details`.
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
@@ -143,13 +152,15 @@ class Manifest(BaseModel):
         schema version that this release does not read.
         """
         path = directory / MANIFEST_FILE
+        writers = _WRITERS if kind is None else f"give what {_COMMANDS[kind]} wrote"
         if not directory.is_dir():
-            raise ArtifactError(f"{directory}: no such directory; {_WRITERS}")
+            what = "not a directory" if directory.exists() else "no such directory"
+            raise ArtifactError(f"{directory}: {what}; {writers}")
         try:
             data = read_json(path)
         except FileNotFoundError:
             raise ArtifactError(
-                f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {_WRITERS}"
+                f"{directory}: not an Octet artifact (no {MANIFEST_FILE}); {writers}"
             ) from None
         except OSError as error:
             raise ArtifactError(f"{path}: {error.strerror}") from None
@@ -186,8 +197,7 @@ class Manifest(BaseModel):
         manifest = manifest.model_copy(update={"recorded_identity": identity})
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(
-                f"{directory}: is a {manifest.kind}, not a {kind};"
-                f" give what {_COMMANDS[kind]} wrote"
+                f"{directory}: is {_NAMES[manifest.kind]}, not {_NAMES[kind]}; {writers}"
             )
         if verify:
             manifest.verify(directory)
@@ -238,8 +248,8 @@ def write_artifact(
     """Yields a writer for a staging directory, which becomes `destination` at the block's end.
 
     If the block raises, the staging directory is removed. Raises ArtifactError at once if
-    `destination` may not be written: see `check_destination`. In an OctetError that the block
-    raises, `destination` replaces the path of the staging directory.
+    `destination` may not be written: see `check_destination`, and for a full disk. In an OctetError
+    that the block raises, `destination` replaces the path of the staging directory.
     """
     named, destination = destination, destination.absolute()
     check_destination(destination, force=force, kind=kind)
@@ -254,6 +264,13 @@ def write_artifact(
     except OctetError as error:
         error.args = (str(error).replace(str(staging), str(named)),)
         raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ArtifactError(
+            f"{named}: no space left on the disk; free some and run the same command again, or name"
+            " another directory (nothing half-written is left there)"
+        ) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

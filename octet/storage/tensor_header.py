@@ -62,7 +62,7 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
     """
     size = os.fstat(file.fileno()).st_size
     if size < 8:
-        raise CheckpointError(f"{path}: {size} bytes is no safetensors file")
+        raise CheckpointError(f"{path}: {size} bytes is no safetensors file; copy it again")
     (length,) = struct.unpack("<Q", file.read(8))
     if length > min(size - 8, MAX_JSON_BYTES):
         file.seek(0)

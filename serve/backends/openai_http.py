@@ -63,11 +63,20 @@ LOAD_SOURCES: tuple[Source, ...] = (
 
 def card_of(models: bytes, served_name: str) -> dict[str, Any] | None:
     """Reads the model's entry in /v1/models; {} if it has none, None for no list of models."""
+    cards = _cards(models)
+    return None if cards is None else cards.get(served_name, {})
+
+
+def names_in(models: bytes) -> list[str]:
+    """Reads the names of the models that /v1/models lists; none if it is no list of models."""
+    return [name for name in _cards(models) or () if isinstance(name, str)]
+
+
+def _cards(models: bytes) -> dict[Any, dict[str, Any]] | None:
     try:
-        cards = {card["id"]: dict(card) for card in json.loads(models)["data"]}
+        return {card["id"]: dict(card) for card in json.loads(models)["data"]}
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return cards.get(served_name, {})
 
 
 def context_length(card: Mapping[str, Any]) -> int | None:
@@ -98,6 +107,7 @@ _FAILED = (aiohttp.ClientError, OSError)
 # it here first means that no request is written to a connection that is being closed.
 KEEP_ALIVE_S = 4.0
 ASIDE_TIMEOUT_S = 5.0  # for the gateway's own requests: readiness, load, the model's context
+_NAMES = 3  # of models that a message lists
 SPECIAL_TOKENS = 8  # more than any tokenizer adds to a text
 READ_BUFFER = 64 * 1024  # bytes of a response; at twice as many, reading waits for the consumer
 
@@ -195,8 +205,20 @@ class OpenAiHttpBackend:
                 raise error
             refusal = refusal or error  # 404, or vLLM's 400 "does not support Completions API"
         # The gateway made these requests, so it is not a client's mistake.
-        line = f"{self.name}: refuses to generate a token: {refusal}"
+        reason = str(refusal).rstrip(".") + await self._other_names()
+        line = f"{self.name}: refuses to generate a token: {reason}"
         raise BackendUnavailable(line, kind="failed")
+
+    async def _other_names(self) -> str:
+        """Returns the remedy if the server lists models, and not under the served name; else ""."""
+        status, body = await self.get("/v1/models")
+        names = names_in(body) if status == 200 else []
+        if not names or self.served_name in names:
+            return ""
+        return (
+            f"; it serves {', '.join(names[:_NAMES])}, not {self.served_name}: give this backend"
+            " the name under `model`"
+        )
 
     async def _report(self, relay: Relay, limit: int) -> bytes:
         """Returns the whole body. Raises BackendError if it has more than `limit` bytes."""

@@ -193,7 +193,7 @@ function backendOf(one) {
   const facts = [["Proof", (proof.state === "none" ? "none required" : words(proof.state)) + (proof.probing ? ", being proven" : "")]];
   if (known(proof.kl)) facts.push(["KL, 10⁻³ nats", `${nats(proof.kl)}${range(proof.kl_interval) ? ` (${range(proof.kl_interval)})` : ""}`]);
   if (range(proof.expected_kl)) facts.push(["Expected", range(proof.expected_kl)]);
-  facts.push(["Cache format", known(proof.kv_cache) ? proof.kv_cache.toUpperCase() : "not known"]);
+  facts.push(["Cache format", known(proof.kv_cache) ? proof.kv_cache.toUpperCase().replace("FLOAT16", "16 bits") : "not known"]);
   facts.push(["Requests", load ? `${number(load.running)} running, ${number(load.waiting)} waiting` : `${number(one.in_flight)} in flight`]);
   facts.push(["Cache use", load && known(load.kv_usage) ? used(load.kv_usage) : "not reported"]);
   facts.push(["Tokens/s", one.tokens_per_s ? `${rate(one.tokens_per_s.output)} out, ${rate(one.tokens_per_s.input)} in` : "–"]);

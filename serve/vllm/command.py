@@ -284,10 +284,17 @@ def start_variables(environment: Mapping[str, str] = os.environ) -> dict[str, st
 
 
 def cache_variables(directory: Path) -> dict[str, str]:
-    """Returns the environment variables that move the kernel caches of vLLM to `directory`.
+    """Makes `directory`; returns the variables that move the kernel caches of vLLM there.
 
-    vLLM's own holds what torch.compile and DeepGEMM make.
+    vLLM's own holds what torch.compile and DeepGEMM make. Raises ConfigError if nothing can be
+    written there: vLLM would compile for minutes, and keep nothing.
     """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--cache {directory}: {error.strerror}; choose another") from None
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(f"--cache {directory}: cannot be written to; choose another")
     return {
         "VLLM_CACHE_ROOT": str(directory / "vllm"),
         "FLASHINFER_WORKSPACE_BASE": str(directory),

@@ -41,7 +41,7 @@ def test_a_path_that_is_no_calibration(tmp_path: Path, tiny_model: Path) -> None
 
 
 def test_another_kind_of_artifact(tmp_path: Path, decoders: dict[str, Path]) -> None:
-    assert_refused(ArtifactError, "is a onnx, not a calibration", decoders["fp8"], tmp_path)
+    assert_refused(ArtifactError, "is an ONNX export, not a calibration", decoders["fp8"], tmp_path)
 
 
 def test_a_checkpoint_that_has_moved(tmp_path: Path, tiny_model: Path) -> None:

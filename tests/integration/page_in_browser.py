@@ -49,7 +49,10 @@ def look(
     shot: Path | None,
     steps: list[tuple[str, str, str]],
 ) -> dict[str, Any]:
-    """Returns the console messages, script errors, requests, overflow in pixels, and findings."""
+    """Returns the console messages, script errors, requests, overflow in pixels, and findings.
+
+    Overflow is that of the page, and of a backend's proof history in its card.
+    """
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
     page = context.new_page()
     console: list[str] = []
@@ -84,7 +87,8 @@ def look(
     run(unfold)  # those that came meanwhile, too
     if shot is not None:
         page.screenshot(path=shot, full_page=True)
-    overflow = run("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    wide = "[document.documentElement, ...document.querySelectorAll('.backend .scroll')]"
+    overflow = run(f"Math.max(...{wide}.map(one => one.scrollWidth - one.clientWidth))")
     run(AXE_SCRIPT)
     violations = json.loads(run("axe.run().then(found => JSON.stringify(found.violations))"))
     context.close()

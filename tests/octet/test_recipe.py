@@ -44,6 +44,8 @@ def test_an_unknown_preset_names_the_nearest() -> None:
     [
         ("wieghts: {}", r"did you mean 'weights'"),
         ("name: [", "recipe.yaml"),
+        ("", "recipe.yaml: top level: should be a section of keys and values"),
+        ("name: mine", "recipe.yaml: weights: missing"),
         (
             "name: x\nweights: {granularity: channel}\nactivations: {granularity: token}",
             "dynamic: true",

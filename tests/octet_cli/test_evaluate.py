@@ -1,5 +1,6 @@
 """`octet evaluate`, from the command line to the files that it leaves."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -233,7 +234,28 @@ def test_what_cannot_be_written_is_said_before_anything_is_asked(
         ):
             error = refused(fake.url, "--samples", samples, "--top-k", 5, *options)
             assert isinstance(error, ConfigError) and message in str(error)
+        monkeypatch.setattr("os.access", lambda _, mode, **more: mode != os.W_OK)
+        error = refused(fake.url, "--samples", samples, "--html", tmp_path / "page.html")
+        assert f"{tmp_path} cannot be written to" in str(error)
         assert not fake.asked
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_loses_the_page_alone(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    page = tmp_path / "page.html"
+    monkeypatch.setattr("os.replace", full)
+    with running(as_vllm) as fake:
+        done = invoke(fake.url, "--samples", samples, "--top-k", 5, "--html", page, *options)
+    assert "perplexity" in done.stdout
+    assert (
+        str(done.exception) == f"{page}: not written: No space left on device; choose another place"
+    )
+    assert not list(tmp_path.glob("*page.html*"))
 
 
 def test_the_help_can_be_read() -> None:

@@ -1,6 +1,9 @@
 """`octet serve MODEL`: what is calibrated and exported before it is served, and what is refused."""
 
+import os
+import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,9 @@ import pytest
 import octet_cli.serve
 import serve.run
 import serve.settings
+from octet.artifacts.provenance import SampleSet
 from octet.errors import ConfigError
+from octet.storage.files import sha256_file
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
 from serve.vllm.command import Gpu, Installed
 from tests.command import octet
@@ -112,6 +117,42 @@ def test_what_is_kept_is_of_this_model_and_recipe(
     done = octet("serve", tiny_model, "--samples", "texts.jsonl", "-o", tmp_path / "export")
     assert done.returncode == 2 and "is an artifact; name another directory" in done.stderr
     assert not ran
+
+
+def test_a_model_that_has_changed_is_not_served_as_it_was(
+    ran: Ran,
+    served: list[GatewayConfig],
+    vllm: Callable[[bool], None],
+    tiny_model: Path,
+    port: int,
+    tmp_path: Path,
+) -> None:
+    model, out, samples = tmp_path / "m", tmp_path / "kept", tmp_path / "texts.jsonl"
+    shutil.copytree(tiny_model, model)
+    samples.write_text("{}")
+    details = {"source": str(model), "target": "onnxruntime", "tensor_parallel": 1}
+    samples_of = SampleSet(
+        sha256=sha256_file(samples), count=1, tokens=1, max_length=1, batch_size=1
+    )
+    for kind, set_of in (("calibration", samples_of), ("onnx", None)):
+        write_export(out / kind, model, "m", kind=kind, details=details, samples=set_of)
+    words = ("serve", model, "--samples", samples, "-o", out, "--port", port)
+    weights = model / "model.safetensors"
+    later = time.time() + 60
+    os.utime(weights, (later, later))  # written again, and the same
+    done = octet(*words)
+    assert done.returncode == 0 and "warning" not in done.stderr
+
+    samples.write_text("{ }")
+    done = octet(*words)
+    assert done.returncode == 0 and len(served) == 2
+    assert f"warning: {out} was made with other samples than {samples}; name" in done.stderr
+
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    os.utime(weights, (later, later))
+    done = octet(*words)
+    assert done.returncode == 2 and len(served) == 2 and not ran
+    assert f"error: {weights}: has changed since {out} was made from it; name" in done.stderr
 
 
 def test_a_port_in_use_is_refused_before_anything_is_calibrated(

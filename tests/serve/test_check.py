@@ -84,7 +84,7 @@ def test_files_that_are_not_what_is_asked_for(tmp_path: Path, engine_calibration
         ("models.c.pool.0: ", "nowhere: no such directory"),
         ("models.d.pool.discover.0.file: ", "0.ulr: unknown key"),
         ("models.d.pool.discover.1.file: ", "nowhere: no such directory"),
-        ("models.e.pool.0: ", "is a calibration, not a onnx"),
+        ("models.e.pool.0: ", "is a calibration, not an ONNX export"),
     ]
     assert len(found) == len(expected), found
     for line, (where, what) in zip(found, expected, strict=True):

@@ -183,6 +183,8 @@ def test_what_cannot_be_verified_is_refused_in_a_line(tiny_model: Path, tmp_path
         verify("http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="no such directory"):
         verify(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="not a directory; give what an export wrote"):
+        verify(tiny_model / "config.json")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError, match="neither an Octet artifact"):
         verify(tmp_path / "empty")

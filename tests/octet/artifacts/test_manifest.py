@@ -1,12 +1,14 @@
 """Artifacts appear whole or not at all, and a reader notices every change."""
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from octet.artifacts.manifest import Manifest, check_destination, software, write_artifact
+from octet.artifacts.manifest import Kind, Manifest, check_destination, software, write_artifact
 from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError
 from octet.model.checkpoint import Checkpoint
@@ -85,9 +87,42 @@ def test_an_altered_or_missing_file_is_named(tmp_path: Path, manifest: Manifest)
         Manifest.load(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrote"),
+    [
+        (None, "octet calibrate, octet export or octet build-engine"),
+        ("calibration", "octet calibrate"),
+    ],
+)
+def test_what_is_no_artifact_is_refused_with_the_command_that_writes_one(
+    tmp_path: Path, kind: Kind | None, wrote: str
+) -> None:
+    (tmp_path / "a.jsonl").touch()
+    for path, what in (
+        (tmp_path / "none", "no such directory"),
+        (tmp_path / "a.jsonl", "not a directory"),
+        (tmp_path, r"not an Octet artifact \(no manifest.json\)"),
+    ):
+        with pytest.raises(ArtifactError, match=rf"^{path}: {what}; give what {wrote} wrote$"):
+            Manifest.load(path, kind)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(
+            ArtifactError, match=rf"^{out}: no space left on the disk; free some and run"
+        ),
+        write_artifact(out) as writer,
+    ):
+        (writer.path / "half").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_version_kind_or_key_is_refused(tmp_path: Path, manifest: Manifest) -> None:
     write(tmp_path / "a", manifest)
-    with pytest.raises(ArtifactError, match="is a calibration, not a onnx"):
+    with pytest.raises(ArtifactError, match="is a calibration, not an ONNX export"):
         Manifest.load(tmp_path / "a", "onnx")
     path = tmp_path / "a" / "manifest.json"
     data = json.loads(path.read_text())

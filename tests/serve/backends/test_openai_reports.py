@@ -157,6 +157,24 @@ async def test_a_probe_says_what_is_wrong(
         assert failed.value.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("served", "remedy"),
+    [
+        ("octet", "; it serves fake, not octet: give this backend the name under `model`"),
+        ("fake", ""),  # the name is right: something else is wrong
+    ],
+)
+async def test_a_server_of_another_name_says_which_one(served: str, remedy: str) -> None:
+    async with (
+        running(FakeOpenAI(only="nothing")) as vllm,
+        started(vllm.url, model=served) as backend,
+    ):
+        with pytest.raises(BackendError) as failed:
+            await backend.probe()
+        words = f"refuses to generate a token: The model does not support /v1/completions{remedy}"
+        assert str(failed.value).endswith(words)
+
+
 async def test_a_server_that_closes_idle_connections_is_held_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -144,7 +144,7 @@ def test_an_e4m3_cache_is_served(
 
 
 def test_another_kind_of_artifact_is_refused(exports: dict[str, Path]) -> None:
-    with pytest.raises(ArtifactError, match="is a calibration, not a onnx"):
+    with pytest.raises(ArtifactError, match="is a calibration, not an ONNX export"):
         OnnxRunner(exports["fp8"].parent / "fp8-calibration")
 
 

@@ -10,6 +10,7 @@ from octet.errors import ConfigError
 from serve.vllm.command import (
     Gpu,
     Installed,
+    cache_variables,
     find_vllm,
     gpus,
     gpus_at_rest,
@@ -54,6 +55,15 @@ def test_another_tensor_parallelism_is_refused(export: Callable[..., Path]) -> N
     for options in (["--tensor-parallel-size", "4"], ["--tensor-parallel-size=4"], ["-tp", "4"]):
         with pytest.raises(ConfigError, match="exported for tensor parallelism 2, not 4: export"):
             machine_flags(two, [H100] * 4, options)
+
+
+def test_caches_are_kept_where_something_can_be_written(tmp_path: Path) -> None:
+    kept = tmp_path / "new" / "cache"
+    assert cache_variables(kept)["VLLM_CACHE_ROOT"] == f"{kept}/vllm" and kept.is_dir()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "cache"):
+        with pytest.raises(ConfigError, match=rf"^--cache {path}: .*; choose another$"):
+            cache_variables(path)
 
 
 def test_the_values_of_options() -> None:

@@ -195,6 +195,7 @@ def config_of(case: Case) -> dict[str, Any]:
         kv_cache=case.cache,
         checkpoint=SimpleNamespace(shards=(), tensor_names=list(shapes), shape=shapes.__getitem__),
         schemes=lambda linear: recipe.scheme_of(linear.name),
+        quantized_schemes=lambda linear: recipe.scheme_of(linear.name),
         quantized_linears=lambda: {x.name: x for x in spec.linears() if recipe.scheme_of(x.name)},
     )
     config["quantization_config"] = CompressedTensors().config(source)

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from octet.errors import ConfigError, RequestError, nearest
 from serve.backends.base import supervised
 from serve.config import GatewayConfig, PoolConfig
+from serve.members.member import Member
 from serve.routing import Pool
 from serve.routing.judgement import Judgement
 from serve.telemetry.metrics import Metrics
@@ -251,6 +252,7 @@ class Rollouts:
     ) -> str | None:
         """Waits for `goal`; returns why it is not reached, or None."""
         began = ready_at = time.monotonic()
+        told = ""
         while True:
             now = time.monotonic()
             ready_at = now if pool.ready or starting else ready_at
@@ -268,6 +270,9 @@ class Rollouts:
                     return f"{late}: no backend of the pool serves ({_standings(pool)})"
                 copies = ", ".join(f"{n} {name}" for name, n in _judgement(pool).outcomes.items())
                 return f"{late}: {_judgement(pool).sentence()}; copies so far: {copies or 'none'}"
+            if starting and now - began > _OUT_S and (found := _standings(pool)) != told:
+                told = found
+                rollout.note(f"still waits: {found}")
             await asyncio.sleep(_POLL_S)
 
     def _end(self, rollout: Rollout, why: str | None) -> None:
@@ -379,7 +384,13 @@ def _fault(pool: Pool) -> str | None:
 
 
 def _standings(pool: Pool) -> str:
-    return ", ".join(f"{member.name} {member.standing}" for member in pool.members) or "it has none"
+    return "; ".join(map(_standing, pool.members)) or "it has none"
+
+
+def _standing(member: Member) -> str:
+    proof, text = member.proof, f"{member.name} {member.standing}"
+    unsure = proof is not None and member.standing in ("unproven", "refused")
+    return f"{text}: {proof.reason}" if proof is not None and unsure else text
 
 
 def _settings(pool: PoolConfig) -> str:

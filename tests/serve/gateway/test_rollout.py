@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from serve.config.checks import load_config
 from serve.gateway import rollout as rollout_file
 from serve.gateway.rollout import Rollouts
 from serve.gateway.status import status as status_of
+from serve.members.proof_state import MemberProof
 from serve.routing import Pool
 from serve.routing.judgement import Judgement
 from serve.telemetry.metrics import Metrics
@@ -184,6 +186,21 @@ async def test_without_a_proven_reference_nothing_is_promoted(tmp_path: Path) ->
         assert state["outcome"] == "rolled_back"
         assert "not decided within 0.5 s" in state["reason"] and "unproven" in state["reason"]
         assert set(answered) == {"main/main-1"}
+
+
+async def test_a_rollout_that_waits_says_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_file, "_OUT_S", 0.1)
+    async with rolling(tmp_path) as (served, _):
+        (member,) = served.gateway.pools["next"].members
+        member.proof = MemberProof("next", "identity", time.monotonic)
+        served.gateway.rollouts.start("m", "next", [1.0], 0.5)
+        await until(lambda: ended(served))
+        state = served.gateway.rollouts.state("m")
+        waits = [x["text"] for x in state["events"] if x["text"].startswith("still waits")]
+        assert waits == ["still waits: next-1 unproven: it has not been probed yet"]
+        assert state["reason"].endswith("(next-1 unproven: it has not been probed yet)")
 
 
 async def test_one_rollout_at_a_time_and_it_can_be_sent_back(tmp_path: Path) -> None:

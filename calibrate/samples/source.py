@@ -337,7 +337,7 @@ def _open_filled(path: Path, fields: Fields) -> SampleFile:
     found, empty = file.first(1)
     if not found:
         what = f"all {empty} samples are empty" if empty else "is empty"
-        raise SampleError(f"{path}: {what}; calibration needs texts or conversations")
+        raise SampleError(f"{path}: {what}; give texts or conversations")
     return file
 
 

@@ -47,11 +47,11 @@ def key_in(variable: str | None) -> SecretStr | None:
     if variable is None:
         return None
     if variable not in os.environ:
-        raise ConfigError(f"api_key_env: the environment variable {variable} is not set")
+        raise ConfigError(f"the environment variable {variable} with the API key is not set")
     try:
         return SecretStr(_of_a_header(os.environ[variable]))
     except ValueError as error:
-        raise ConfigError(f"api_key_env: the environment variable {variable} {error}") from None
+        raise ConfigError(f"the API key in the environment variable {variable} {error}") from None
 
 
 def _secret(key: SecretStr) -> SecretStr:

@@ -133,7 +133,7 @@ def test_a_key_that_is_not_set_is_an_error_at_the_start(
 ) -> None:
     monkeypatch.delenv("SERVERS_KEY", raising=False)
     query = Query(url="", golden=proofs, api_key_env="SERVERS_KEY")
-    with pytest.raises(ConfigError, match="the environment variable SERVERS_KEY is not set"):
+    with pytest.raises(ConfigError, match="variable SERVERS_KEY with the API key is not set"):
         prove_pods(Options(query, LABELS))
 
 

@@ -163,7 +163,7 @@ def test_a_key_comes_from_the_environment(
         assert verify(server.url, "--golden", proofs, "--api-key-env", "THE_KEY")[0] == 0
         assert {headers["authorization"] for headers in server.headers} == {"Bearer sk-1"}
         code, _, err = verify(server.url, "--golden", proofs, "--api-key-env", "NO_KEY")
-    assert code == 2 and "environment variable NO_KEY is not set" in err
+    assert code == 2 and "environment variable NO_KEY with the API key is not set" in err
 
 
 def test_golden_files_that_prove_nothing_are_refused(

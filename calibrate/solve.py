@@ -59,6 +59,7 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
             device=job.device,
             steps=steps,
             console=job.console,
+            weight_only=() if options.training is None else options.training.weight_only,
         )
         if measures:
             measured = measure_model(bench, found, options.budget)

@@ -1,6 +1,7 @@
 """Measures the cost of a recipe on held-out text, with the whole model in memory."""
 
 import json
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +56,9 @@ class Bench:
     """The whole model in memory, and its output on held-out text before its weights changed.
 
     All measurements use the text of `reference`. `unseen` is of other text, for judging a choice
-    that was made on the first; None if there is too little, or if it is not requested. Finished
-    measurements are kept in `steps`.
+    that was made on the first; None if there is too little, or if it is not requested. The gate
+    does not round inputs of linears whose schemes are `weight_only`. Finished measurements are kept
+    in `steps`.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Bench:
         device: torch.device,
         steps: Steps,
         console: Console | None,
+        weight_only: Collection[str] = (),
     ) -> None:
         self.checkpoint, self.dtype, self.console = checkpoint, dtype, console
+        self.weight_only = weight_only
         self.evaluated_on = inputs.evaluated_on
         counts = run_identity(checkpoint, inputs.plan.batches, dtype, device)
         self._steps = steps.depending_on(json.dumps(counts))
@@ -95,6 +99,7 @@ class Bench:
                 reference,
                 advance=advance,
                 steps=self.steps(quantization, reference),
+                weight_only=self.weight_only,
             )
 
     def steps(self, quantization: Quantization, reference: Reference) -> Steps:
@@ -103,6 +108,7 @@ class Bench:
             quantization.recipe.model_dump_json(),
             digest_of_scales(quantization.scales),
             digest_of_batches(reference.batches),
+            *self.weight_only,
         )
 
 
@@ -166,12 +172,19 @@ def measure_gate(
         spec = bench.checkpoint.spec
         with (
             progress_bar(bench.console, "Gate", _tokens_of(reference)) as advance,
-            simulate(bench.model, spec, quantization.recipe, quantization.scales),
+            simulate(
+                bench.model,
+                spec,
+                quantization.recipe,
+                quantization.scales,
+                bench.weight_only,
+            ),
         ):
             return reference.compare(advance=advance)
 
     cost = bench.steps(quantization, reference).once("gate", Divergence, simulated)
-    outcome = gate.judge(cost, on, f"simulated in {bench.dtype}", caveat)
+    how = f"simulated{' weight-only' if bench.weight_only else ''} in {bench.dtype}"
+    outcome = gate.judge(cost, on, how, caveat)
     known = None if measured.chosen else measured.sensitivity
     if outcome.met:
         return outcome, known

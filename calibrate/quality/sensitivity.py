@@ -12,7 +12,7 @@ Memory: one set of hidden states [tokens, H], and a copy of the unit's weights.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -112,12 +112,14 @@ def measure_sensitivity(
     *,
     advance: Advance = lambda tokens: None,
     steps: Steps = NOT_KEPT,
+    weight_only: Collection[str] = (),
 ) -> Sensitivity:
     """Measures every unit that the recipe quantizes, the cache, the embeddings and the head.
 
-    Uses the reference's batches. The result is in the order of execution, with the cache last.
-    Each measurement is kept in `steps`, which depend on the quantization and the reference, and is
-    not made again.
+    Uses the reference's batches. Inputs of linears whose schemes are `weight_only` are not rounded
+    (`octet.hardware.support.pattern_of`). The result is in the order of execution, with the cache
+    last. Each measurement is kept in `steps`, which depend on the quantization and the reference,
+    and is not made again.
     """
     checkpoint, recipe, scales = quantization.checkpoint, quantization.recipe, quantization.scales
     spec = checkpoint.spec
@@ -132,7 +134,7 @@ def measure_sensitivity(
         return reference.compare(advance=advance, states=states)
 
     def together() -> Divergence:
-        with simulate(model, spec, recipe, scales):
+        with simulate(model, spec, recipe, scales, weight_only):
             return reference.compare(advance=advance, states=tail.states)
 
     def cache() -> UnitSensitivity:
@@ -147,7 +149,9 @@ def measure_sensitivity(
         weights = unit_weights(model, spec, unit)
         pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
         noise = Noise(small)
-        with simulate_modules(model, spec, schemes, scales, None, watch=noise.watch):
+        with simulate_modules(
+            model, spec, schemes, scales, None, weight_only=weight_only, watch=noise.watch
+        ):
             quantized = unit_weights(model, spec, unit)
             for each in unit.linears:
                 both = (weights[each.name], quantized[each.name])

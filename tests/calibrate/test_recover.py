@@ -157,7 +157,12 @@ def on_the_grid(calibration: Calibration, model: Path) -> None:
 def test_for_a_gpu_that_runs_the_recipe_weight_only_activations_are_not_rounded(
     options: Options, recovered: Path, tiny_model: Path
 ) -> None:
-    run(replace(options, training=replace(training_of(options), weight_only=("nvfp4",))))
+    training, gate = replace(training_of(options), weight_only=("nvfp4",)), Gate.parse("0.06", None)
+    run(replace(options, training=training, gate=gate))
+    (judged,) = Calibration.load(options.out).manifest.details["gate"]
+    assert judged["how"].startswith("simulated weight-only in ")
+    rounded = Calibration.load(recovered).manifest.details["algorithm"]["held_out"]["after"]
+    assert judged["bound"] < 0.06 < rounded
     found = {name: Calibration.load(name) for name in (options.out, recovered)}
     original = Checkpoint.open(tiny_model)
     model = load_model(original, "float32")

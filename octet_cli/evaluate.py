@@ -160,7 +160,10 @@ def evaluate(
             shown = _show(evaluation, as_json)
             judged = judge(shown, limits)
             if html is not None and harness is not None:
-                _write_page(html, evaluation, shown)
+                try:
+                    _write_page(html, evaluation, shown)
+                except ConfigError as error:  # what is left to do may still be done
+                    note(f"warning: {error}")
     figures, failure = _tasks(harness, servers)
     _report(evaluation, figures, targets, html, as_json, judged)
     if failure is not None:

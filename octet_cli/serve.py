@@ -180,14 +180,17 @@ def _quantized(
 def _require_unchanged(model: Path, samples: Path | None, kept: Path, made: Manifest) -> None:
     """Raises ConfigError if `model` is another than it was when `kept` was made; warns for samples.
 
-    Hashes what was written since, which is nothing as a rule: weights take long to read. Files that
-    are gone do not matter, as the export is served.
+    Hashes what was written or replaced since, which is nothing as a rule: weights take long to
+    read. Files that are gone do not matter, as the export is served.
     """
     began = (kept / "calibration" / MANIFEST_FILE).stat().st_mtime
     remedy = f"name another directory with --out, or remove {kept} to calibrate again"
     for name, known in (made.model.files | made.model.tokenizer).items():
         path = model / name
-        if path.exists() and path.stat().st_mtime > began and sha256_file(path) != known:
+        if not path.exists():
+            continue
+        found = path.stat()  # a copy may keep the time of the original, and not of its inode
+        if max(found.st_mtime, found.st_ctime) > began and sha256_file(path) != known:
             raise ConfigError(f"{path}: has changed since {kept} was made from it; {remedy}")
     if samples is None or not samples.is_file() or made.samples is None:
         return

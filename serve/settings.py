@@ -206,12 +206,13 @@ class _Checkpoint:
             here = set(weight_only(recipe, [device]))
             if device.vendor != "cpu" and here != trained:
                 _log.warning(
-                    "%s was trained for %s activations, and vLLM's are %s on %s: the training may"
-                    " have made it less exact; octet recover --for '%s' trains for this GPU",
+                    "%s was trained for another arithmetic of %s than vLLM's on %s, which %s its"
+                    " activations: the training may have made it less exact; octet recover"
+                    " --for '%s' trains for this GPU",
                     self.path,
-                    "unrounded" if trained else "rounded",
-                    "not" if here else "rounded",
+                    " and ".join(sorted(here ^ trained)),
                     device.name,
+                    "does not round" if here - trained else "rounds",
                     device.name,
                 )
 

@@ -78,6 +78,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "targets": list,
     "tensor_parallel": int,
     "warnings": list,
+    "weight_only": list,
 }
 _WRITERS = "give what octet calibrate, octet export or octet build-engine wrote"
 _AGAIN = "copy it again from where it was made, or make it again"

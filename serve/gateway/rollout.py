@@ -252,7 +252,7 @@ class Rollouts:
     ) -> str | None:
         """Waits for `goal`; returns why it is not reached, or None."""
         began = ready_at = time.monotonic()
-        told = ""
+        told, next_at = "", began + _OUT_S
         while True:
             now = time.monotonic()
             ready_at = now if pool.ready or starting else ready_at
@@ -270,8 +270,8 @@ class Rollouts:
                     return f"{late}: no backend of the pool serves ({_standings(pool)})"
                 copies = ", ".join(f"{n} {name}" for name, n in _judgement(pool).outcomes.items())
                 return f"{late}: {_judgement(pool).sentence()}; copies so far: {copies or 'none'}"
-            if starting and now - began > _OUT_S and (found := _standings(pool)) != told:
-                told = found
+            if starting and now > next_at and (found := _standings(pool)) != told:
+                told, next_at = found, now + _OUT_S
                 rollout.note(f"still waits: {found}")
             await asyncio.sleep(_POLL_S)
 

@@ -120,8 +120,8 @@ def test_a_way_that_the_machine_does_not_have_is_left_out(
 @pytest.mark.parametrize(
     ("gpu", "trained", "warning"),
     [
-        (H100, [], "trained for rounded activations, and vLLM's are not on H100"),
-        (B200, ["nvfp4"], "trained for unrounded activations, and vLLM's are rounded on B200"),
+        (H100, [], "of nvfp4 than vLLM's on H100, which does not round its activations"),
+        (B200, ["nvfp4"], "of nvfp4 than vLLM's on B200, which rounds its activations"),
         (H100, ["nvfp4"], ""),
         (B200, [], ""),
     ],

@@ -17,7 +17,7 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """What every step of a calibration gets; without a console, nothing is printed."""
+    """Holds what every step of a calibration gets; without a console, nothing is printed."""
 
     options: Options
     checkpoint: Checkpoint

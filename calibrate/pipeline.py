@@ -209,7 +209,7 @@ def _settings(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Solved:
-    """What rank 0 derives: the model with folded cache scales, its counts, and the scales."""
+    """Holds what rank 0 derives: the model with folded cache scales, its counts, and the scales."""
 
     folding: Folding
     changed: ChangedModel

@@ -57,7 +57,7 @@ _LEAST = 1e-12  # of the mean square of a hidden state, by which the loss divide
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a training starts from; the ranks of the job's group share its batches.
+    """Holds what a training starts from; the ranks of the job's group share its batches.
 
     `start` is the checkpoint with the weights of the calibration, and `scales` are the
     calibration's. `kept` holds finished work, from which a killed run continues.

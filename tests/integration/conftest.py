@@ -22,8 +22,9 @@ from tests.integration.servers.launch import TritonServer, VllmServer, cpu_flags
 from tests.shared import Shared
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
+AMX = "amx_tile" in cpu_flags()
 FP8_BLOCKS = pytest.mark.skipif(
-    "amx_tile" not in cpu_flags(),
+    not AMX,
     reason="vLLM's CPU build serves fp8-block only with AMX: use such a machine",
 )
 

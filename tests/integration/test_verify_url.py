@@ -23,6 +23,7 @@ from serve.engine.tokenizer import Tokenizer
 from serve.members.factory import make_backend
 from serve.proof.plan import FIRST_PART, order, simulated
 from serve.proof.probe import probe
+from tests.integration.conftest import AMX
 from tests.integration.servers.launch import TritonServer, VllmServer
 from tests.serve.proof.contract import require_probed
 from tests.triton_config import triton_at
@@ -97,6 +98,7 @@ async def test_an_admission_costs_vllm_few_tokens(vllm: VllmServer, exports: Pat
                 assert probed.tokens <= 3000
 
 
+# With AMX, answers are not near enough to a simulation for a cause (docs/LOG.md).
 WITHHELD = "no simulated path or fault explains them"
 
 
@@ -117,9 +119,8 @@ def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
     code, found = verify(server.url, "--golden", exports / "checkpoint")
     print(f"\n{found['verdict']['reason']}")
     assert code == 1 and found["verdict"]["outcome"] in ("better", "worse")
-    # A cause needs answers near to its simulation: a Xeon with AMX rounds too differently.
     cause = found["verdict"]["cause"]["sentence"]
-    assert "E4M3" in cause or WITHHELD in cause
+    assert "E4M3" in cause or (AMX and WITHHELD in cause)
     assert [line.partition(":")[0] for line in found["findings"]] == [
         "E4M3 cache (cache_dtype=fp8_e4m3) where E5M2 was declared"
     ]
@@ -128,8 +129,8 @@ def test_a_vllm_with_another_cache_is_wrong_by_its_numbers_and_by_what_it_says(
     assert found["findings"] == []
     if code != 0:
         cause = found["verdict"]["cause"]["sentence"]
-        causes = ("E4M3 cache with the scales of E5M2", WITHHELD)
-        assert any(text in cause for text in causes), found["verdict"]["reason"]
+        named = "E4M3 cache with the scales of E5M2" in cause
+        assert named or (AMX and WITHHELD in cause), found["verdict"]["reason"]
 
 
 def changed(checkpoint: Path, out: Path, name: str, change: Callable[[Any], Any]) -> Path:

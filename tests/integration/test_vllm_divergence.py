@@ -27,7 +27,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.proof.declared import vllm_path
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
 from octet.storage.tensors import TensorFile
-from tests.integration.conftest import require
+from tests.integration.conftest import AMX, require
 from tests.integration.servers import layout
 from tests.integration.servers.launch import ServerFailed, VllmServer, cpu_flags
 from tests.integration.test_verify_url import verify
@@ -37,7 +37,6 @@ from tests.proof_servers import scale_keys
 pytestmark = pytest.mark.vllm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python-lm"
-AMX = "amx_tile" in cpu_flags()
 CACHE_DTYPES = {"e5m2": "fp8_e5m2", "e4m3": "fp8_e4m3", "float16": "auto"}
 
 

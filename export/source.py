@@ -240,7 +240,7 @@ class Source:
         if isinstance(found, dict) and "name" in found:
             changes["algorithm"] = found["name"]
             if found.get("weight_only"):
-                changes["weight_only"] = found["weight_only"]
+                changes["trained_weight_only"] = found["weight_only"]
         return changes | ({"folded": origin.folds} if origin.folds else {})
 
     def _expected(self) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class _Checkpoint:
         details, recipe = self.manifest.details, self.manifest.recipe
         if details.get("algorithm") != "recover":
             return
-        trained = set(details.get("weight_only", ()))
+        trained = set(details.get("trained_weight_only", ()))
         for device in local_devices():
             here = set(weight_only(recipe, [device]))
             if device.vendor != "cpu" and here != trained:

@@ -77,8 +77,8 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "source": str,
     "targets": list,
     "tensor_parallel": int,
+    "trained_weight_only": list,
     "warnings": list,
-    "weight_only": list,
 }
 _WRITERS = "give what octet calibrate, octet export or octet build-engine wrote"
 _AGAIN = "copy it again from where it was made, or make it again"

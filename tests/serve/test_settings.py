@@ -136,7 +136,7 @@ def test_weights_trained_for_another_gpus_arithmetic_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     on(monkeypatch, gpu)
-    details = {"algorithm": "recover", "weight_only": trained}
+    details = {"algorithm": "recover", "trained_weight_only": trained}
     recipe = Recipe.load("nvfp4")
     write_export(
         exports / "fp4", tiny_model, "m", tensor_parallel=1, recipe=recipe, details=details

@@ -151,8 +151,8 @@ def best_scales(
 
     `x` is [n, K] in groups of `columns`; `importance` [K] multiplies the squared errors of its
     columns. `candidates` [C] ascend; with `powers` they are powers of two. Of equal candidates, the
-    one tried first wins: from the least that saturates nothing upwards, then downwards. `errors`
-    [n] receives each row's error at its best scales.
+    one tried first wins: from the least that saturates nothing upwards, then downwards. A group
+    that holds NaN gets some index. `errors` [n] receives each row's error at its best scales.
     """
     magnitudes = np.empty(-(-columns // _BLOCK) * _BLOCK, np.float32)
     weights = np.zeros(magnitudes.size)
@@ -179,6 +179,7 @@ def best_scales(
                 else:
                     low = middle + 1
             least = np.inf
+            best[n, t] = first  # where NaN leaves no error to compare
             for c in range(first, first + 1 if powers else last + 1):
                 error, lost = _errors(magnitudes, weights, candidates[c], e2m1, squares)
                 if error < least:

@@ -496,3 +496,14 @@ def test_nan_is_counted_in_the_whole_weight(
     for preset in PRESETS:
         with pytest.raises(NumericsError, match=f"'{name}' holds 2 NaN and 0 Inf among 131072"):
             list(weight_scales(other, PRESETS[preset]))
+
+
+@pytest.mark.parametrize("powers", [True, False])
+def test_a_group_of_nan_gets_an_index_of_the_candidates(powers: bool) -> None:
+    best = np.full((1, 2), -20800, np.int16)  # what memory may hold before
+    x = np.ones((1, 32), np.float32)
+    x[0, 3] = np.nan
+    candidates = np.ldexp(np.float32(1), np.arange(-20, 21)).astype(np.float32)
+    best_scales(x, np.ones(32), 16, candidates, powers, True, best, np.empty(1))
+    assert 0 <= best[0, 0] < candidates.size
+    assert candidates[best[0, 1]] <= 1

@@ -98,7 +98,7 @@ async def test_an_admission_costs_vllm_few_tokens(vllm: VllmServer, exports: Pat
                 assert probed.tokens <= 3000
 
 
-# With AMX, answers are not near enough to a simulation for a cause (docs/LOG.md).
+# With AMX, vLLM reads E4M3's subnormals as zero, which no scenario simulates (docs/LOG.md).
 WITHHELD = "no simulated path or fault explains them"
 
 

@@ -83,7 +83,8 @@ def choose_algorithm(
             steps=NOT_KEPT,
             console=job.console,
         )
-        with simulate(bench.model, found.checkpoint.spec, found.recipe, found.scales):
+        spec = found.checkpoint.spec
+        with simulate(bench.model, spec, found.recipe, found.scales, found.weight_only):
             return bench.reference.tally().sums()
 
     def compared() -> _Choice:
@@ -104,6 +105,7 @@ def choose_algorithm(
         digest_of_batches(inputs.evaluation),
         job.dtype,
         *names,
+        *options.weight_only,
     )
     choice = kept.once("algorithm", _Choice, compared)
     if job.console is not None:

@@ -41,9 +41,6 @@ class Training:
     train: tuple[Trainable, ...] = ("weights", "norms")
     epochs: int = 6  # passes over the samples
     learning_rate: float | None = None  # of Adam, at its highest; default: `rate`
-    # Schemes whose linears get their inputs unrounded, as `octet.hardware.support.pattern_of` names
-    # them: those that the GPUs which will serve multiply weight-only.
-    weight_only: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -59,7 +56,6 @@ class Training:
             "train": list(self.train),
             "epochs": self.epochs,
             "learning_rate": self.rate,
-            "weight_only": list(self.weight_only),
         }
 
     @property
@@ -77,6 +73,9 @@ class Options(Sampling):
     out: Path
     recipe: Recipe
     chosen: Mapping[str, Any] | None = None  # why `recipe` was chosen, if nobody named it
+    # Schemes whose linears get their inputs unrounded in all measurements and in a training, as
+    # `octet.hardware.support.pattern_of` names them: the GPUs that will serve run them weight-only.
+    weight_only: tuple[str, ...] = ()
     name: str | None = None  # of the model when served; default: its directory's name
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # of the forward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"

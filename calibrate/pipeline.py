@@ -47,6 +47,7 @@ from octet.artifacts.golden import GoldenSet
 from octet.artifacts.manifest import Manifest, software
 from octet.artifacts.provenance import ModelIdentity
 from octet.errors import ArtifactError, ConfigError, GateError, SampleError
+from octet.hardware.support import used_of
 from octet.model.folding import describe_folds
 from octet.progress import progress_bar
 
@@ -204,7 +205,10 @@ def _apply_algorithm(job: Job, steps: Steps, algorithm: str | None, directory: s
 def _settings(job: Job) -> str:
     """Identifies what a training's result depends on, and the text that its gain is measured on."""
     training = job.options.training
-    return "" if training is None else training.key + digest_of_batches(job.inputs.evaluation)
+    if training is None:
+        return ""
+    weight_only = "".join(job.options.weight_only)
+    return training.key + weight_only + digest_of_batches(job.inputs.evaluation)
 
 
 @dataclass(frozen=True)
@@ -431,6 +435,8 @@ def _write(
     }
     if options.chosen is not None:
         details["chosen"] = dict(options.chosen)
+    if exact := used_of(options.weight_only, solution.quantization.recipe):
+        details["runs_weight_only"] = list(exact)
     if solution.budget is not None:
         kept = ("metric", "limit", "reached", "bound", "met", "evaluated_on")
         details["budget"] = {key: solution.budget[key] for key in kept}

@@ -77,13 +77,14 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     held_out = evaluation_batches(job.inputs.evaluation, _HELD_OUT)
     job.weights.free()
     shared = [f"{group.world} processes"] if group.world > 1 else []
-    kept = steps.depending_on(training.key, digest_of_batches(batches), *shared)
+    exact = job.options.weight_only
+    kept = steps.depending_on(training.key, *exact, digest_of_batches(batches), *shared)
     # A continued run may find more memory free, or less.
     method = group.on_first(partial(kept.once, "method", str, partial(_method, job, training)))
     if method == _LAYERS and job.console is not None:
         job.console.print("the whole model does not fit in memory: training layer by layer")
     if job.console is not None:
-        job.console.print(_arithmetic(job.options.recipe, training), highlight=False)
+        job.console.print(_arithmetic(job.options.recipe, exact), highlight=False)
     run = TrainingRun(job, training, start, origin.scales, held_out, kept)
     trained = train_layers(run) if method == _LAYERS else _train_whole(run)
     before, after = (_together(group, sums) for sums in (trained.before, trained.after))
@@ -103,6 +104,7 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
         {**origin.weight_scales, **trained.scales},
         {
             **training.settings,
+            "weight_only": list(exact),
             "calibration": origin.manifest.identity,
             "method": method,
             "processes": group.world,
@@ -114,13 +116,15 @@ def recover(job: Job, training: Training, steps: Steps) -> Changed:
     )
 
 
-def _arithmetic(recipe: Recipe, training: Training) -> str:
+def _arithmetic(recipe: Recipe, exact: Sequence[str]) -> str:
     """Says which arithmetic is trained for, and for which GPUs that is another one."""
-    if training.weight_only:
-        schemes = " and ".join(training.weight_only)
+    if exact:
+        schemes = " and ".join(exact)
         return f"training for GPUs that run {schemes} weight-only: their inputs are not rounded"
     gpus = {x.capability: x.name for x in reversed(devices()) if x.vendor == "nvidia"}
-    others = [name for name in reversed(gpus.values()) if weight_only(recipe, [find_device(name)])]
+    others = [
+        name for name in reversed(gpus.values()) if weight_only(recipe.pairs, [find_device(name)])
+    ]
     hint = f"; give --for if a GPU like these will serve: {', '.join(others)}" if others else ""
     return f"training with rounded activations{hint}"
 
@@ -161,7 +165,7 @@ def _train_whole(run: TrainingRun) -> Trained:
     reference = Reference(model, spec, held_out)
 
     def measured(scales: Scales) -> Sums | None:
-        with simulate(model, spec, recipe, scales, run.training.weight_only):
+        with simulate(model, spec, recipe, scales, job.options.weight_only):
             return reference.tally().sums() if held_out else None
 
     apply_changes(model, run.start)
@@ -172,7 +176,7 @@ def _train_whole(run: TrainingRun) -> Trained:
         recipe,
         run.scales,
         run.training.train,
-        weight_only=run.training.weight_only,
+        weight_only=job.options.weight_only,
     )
     with closing(student):
         losses = _train(run, student, teacher)

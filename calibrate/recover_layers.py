@@ -187,7 +187,7 @@ class _LayerTrainer:
             self._run.scales,
             self._training.train,
             layers=range(index, index + 1),
-            weight_only=self._training.weight_only,
+            weight_only=self._job.options.weight_only,
         )
         with closing(student):
             self._advance(self._student_forward(student.served), self._before)

@@ -47,6 +47,7 @@ from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
 from octet.artifacts.live import read_live
 from octet.artifacts.manifest import Manifest, software
 from octet.errors import ArtifactError, ConfigError
+from octet.hardware.support import used_of
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.files import MAX_JSON_BYTES, read_object
@@ -110,13 +111,24 @@ def rescale(
     mean_squares = of_enough_tokens(origin.mean_squares, experts)
     exact = Histograms(counts, origin.observations, mean_squares)
     check_alive(checkpoint, recipe, exact)
-    found = derive_scales(checkpoint, recipe, exact, fitted | taken, console=console)
+    weight_only = used_of(origin.manifest.runs_weight_only, recipe)
+    found = derive_scales(
+        checkpoint, recipe, exact, fitted | taken, console=console, weight_only=weight_only
+    )
 
     judged = None
     if gate is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        cost = PromptCost(checkpoint, recipe, found.scales, origin.golden, device=device)
-        judged = judge_prompts(gate, cost, "simulated in float32", console)
+        cost = PromptCost(
+            checkpoint,
+            recipe,
+            found.scales,
+            origin.golden,
+            weight_only=weight_only,
+            device=device,
+        )
+        how = f"simulated{' weight-only' if weight_only else ''} in float32"
+        judged = judge_prompts(gate, cost, how, console)
 
     of_samples = live is None and trained is None
     course = _convergence(origin, recipe, checkpoint, least) if of_samples else None
@@ -153,6 +165,8 @@ def rescale(
         )
     predicted["predicted"] = prediction is not None
     facts: dict[str, Any] = {} if live is None else {"live_tokens": live.tokens}
+    if weight_only:
+        facts["runs_weight_only"] = list(weight_only)
     if trained is not None:
         facts["te_state"] = {"inputs": len(trained.amaxes), "steps": trained.steps}
     expected = prediction.expected if prediction else None
@@ -316,7 +330,7 @@ def _manifest(
         "warnings": warnings,
         "rescaled_from": {"identity": before.identity, "recipe": before.recipe.name},
     }
-    replaced = (*_MEASURED, "gate", "prediction", "te_state")
+    replaced = (*_MEASURED, "gate", "prediction", "te_state", "runs_weight_only")
     details = {key: value for key, value in details.items() if key not in replaced} | predicted
     if judged is not None:
         details["gate"] = judged.details()

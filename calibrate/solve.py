@@ -46,7 +46,10 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
     histograms = Histograms(counts, observed.observations, mean_squares)
     check_alive(checkpoint, recipe, histograms)
     layers = job.weights if checkpoint == job.checkpoint else None
-    found = derive_scales(checkpoint, recipe, histograms, changed.scales, layers, job.console)
+    weight_only = options.weight_only
+    found = derive_scales(
+        checkpoint, recipe, histograms, changed.scales, layers, job.console, weight_only=weight_only
+    )
     measured, outcome, known = Measured(recipe), None, None
     measures = options.sensitivity or options.budget is not None
     if measures or options.gate is not None:
@@ -59,14 +62,15 @@ def solve(job: Job, changed: ChangedModel, observed: Observed, steps: Steps) -> 
             device=job.device,
             steps=steps,
             console=job.console,
-            weight_only=() if options.training is None else options.training.weight_only,
         )
         if measures:
             measured = measure_model(bench, found, options.budget)
             known = measured.sensitivity
             if measured.recipe != recipe:
                 recipe = measured.recipe
-                found = derive_scales(checkpoint, recipe, histograms, changed.scales)
+                found = derive_scales(
+                    checkpoint, recipe, histograms, changed.scales, weight_only=weight_only
+                )
         if options.gate is not None:
             auto = options.algorithm == "auto"
             outcome, own = measure_gate(bench, options.gate, found, measured, auto=auto)

@@ -232,15 +232,15 @@ class Source:
     def _changes(self) -> dict[str, Any]:
         """Names what changed weights before quantization: an algorithm, and folded cache scales.
 
-        The exported weights are then not the original model's. Also names the schemes that a
-        training assumed to run weight-only.
+        The exported weights are then not the original model's. Also names the schemes that were
+        measured, and trained, as the GPUs of `--for` run them: weight-only.
         """
         origin = self.calibration.manifest
         found, changes = origin.details.get("algorithm"), dict[str, Any]()
         if isinstance(found, dict) and "name" in found:
             changes["algorithm"] = found["name"]
-            if found.get("weight_only"):
-                changes["trained_weight_only"] = found["weight_only"]
+        if origin.runs_weight_only:
+            changes["runs_weight_only"] = list(origin.runs_weight_only)
         return changes | ({"folded": origin.folds} if origin.folds else {})
 
     def _expected(self) -> dict[str, Any]:

@@ -171,14 +171,19 @@ class Recipe(BaseModel):
         return self.kv_cache == "e4m3" or any(not scheme.dynamic for scheme in self._inputs)
 
     @property
+    def pairs(self) -> tuple[tuple[TensorScheme, TensorScheme], ...]:
+        """Every pair of schemes, of weights and of activations; that of the recipe itself first."""
+        others = ((override.weights, override.activations) for override in self.overrides)
+        return ((self.weights, self.activations), *others)
+
+    @property
     def _inputs(self) -> tuple[TensorScheme, ...]:
-        return (self.activations, *(override.activations for override in self.overrides))
+        return tuple(inputs for _, inputs in self.pairs)
 
     @property
     def weighs_inputs(self) -> bool:
         """True if the scales of some weights depend on the mean squares of their inputs."""
-        weights = (self.weights, *(override.weights for override in self.overrides))
-        return any(scheme.weighs_inputs for scheme in weights)
+        return any(weights.weighs_inputs for weights, _ in self.pairs)
 
     def excludes(self, module_name: str) -> bool:
         """Returns whether the linear of that full module name stays in full precision."""

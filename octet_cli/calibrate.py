@@ -85,7 +85,9 @@ def calibrate(
     for_: Annotated[
         str | None,
         typer.Option(
-            "--for", help="GPUs that --recipe auto chooses for: h100,l40s (default: this machine)."
+            "--for",
+            help="GPUs that will serve it, h100,l40s: for them --recipe auto chooses (default: this"
+            " machine's), and all limits are measured.",
         ),
     ] = None,
     kv_cache: KvOption = None,
@@ -147,13 +149,13 @@ def calibrate(
     if recipe == "auto":
         console = console_for(as_json)
         choice = chosen_for(for_, kv_cache, small=budget is not None, console=console)
-    elif for_ is not None:
-        raise ConfigError("--for is for --recipe auto, which chooses a recipe for these GPUs")
+    chosen = chosen_recipe(recipe if choice is None else choice.recipe, kv_cache, exclude)
     options = Options(
         model=model,
         samples=samples,
         out=out,
-        recipe=chosen_recipe(recipe if choice is None else choice.recipe, kv_cache, exclude),
+        recipe=chosen,
+        weight_only=_measured_for(for_, chosen, budget=budget is not None),
         chosen=None if choice is None else choice.details(),
         name=name,
         count=count,
@@ -176,7 +178,8 @@ def calibrate(
         predict=predict,
         force=force,
     )
-    _run(options, as_json)
+    rounded = for_ is None and options.measures
+    _run(options, as_json, _more_exact_here(chosen) if rounded else "")
 
 
 def recover(
@@ -204,8 +207,8 @@ def recover(
         str | None,
         typer.Option(
             "--for",
-            help="GPUs that will serve it, h100 or h100,l40s (default: this machine's): if they"
-            " run the recipe weight-only, activations are not rounded.",
+            help="GPUs that will serve it, h100 or h100,l40s (default: those of the calibration, or"
+            " this machine's): if they run the recipe weight-only, activations are not rounded.",
         ),
     ] = None,
     count: Count = 256,
@@ -254,8 +257,8 @@ def recover(
             train=("weights", "norms") if train == "all" else (train,),
             epochs=epochs,
             learning_rate=learning_rate,
-            weight_only=_weight_only(manifest.recipe, for_),
         ),
+        weight_only=_trained_for(for_, manifest),
         gate=Gate.parse(max_kl, max_ppl_change),
         spill=spill,
         restart=restart,
@@ -266,11 +269,17 @@ def recover(
     _run(options, as_json)
 
 
-def _run(options: "Options", as_json: bool) -> None:
-    """Runs a calibration, and says what it wrote, or what an interrupted run kept."""
+def _run(options: "Options", as_json: bool, hint: str = "") -> None:
+    """Runs a calibration, and says what it wrote, or what an interrupted run kept.
+
+    The first of several processes prints `hint` once the options are known to be valid.
+    """
     from calibrate.options import validate
 
     validate(options)  # before torch is loaded
+    console = console_for(as_json)
+    if hint and console is not None and os.environ.get("RANK", "0") == "0":
+        console.print(hint, highlight=False, markup=False)
     with held_back():
         from calibrate.decoder.arithmetic import fit_threads
         from calibrate.journal.journal import recorded_threads
@@ -278,7 +287,7 @@ def _run(options: "Options", as_json: bool) -> None:
 
     fit_threads(None if options.restart else recorded_threads(options.progress))
     try:
-        calibration = run(options, console=console_for(as_json))
+        calibration = run(options, console=console)
     except (KeyboardInterrupt, GpuError):
         if options.progress.exists():
             print(f"kept {options.progress}: the same command continues there", file=sys.stderr)
@@ -405,17 +414,57 @@ def chosen_for(
     return choice
 
 
-def _weight_only(recipe: Recipe, names: str | None) -> tuple[str, ...]:
-    """Returns the recipe's schemes that the GPUs `names` run weight-only, see `Training`."""
+def _measured_for(names: str | None, recipe: Recipe, *, budget: bool) -> tuple[str, ...]:
+    """Returns the schemes that all GPUs of --for run weight-only, also those of a budget."""
     from octet.hardware.support import weight_only
 
+    if names is None:
+        return ()
+    pairs = list(recipe.pairs)
+    if budget:
+        from calibrate.quality.precision_levels import levels_above
+
+        pairs += [x.pair for own in recipe.pairs for x in levels_above(own) if x.pair is not None]
+    return weight_only(pairs, _devices(names))
+
+
+def _more_exact_here(recipe: Recipe) -> str:
+    """Returns a hint if this machine's GPUs compute more exactly than limits are measured."""
+    from octet.hardware.machine import local_devices
+    from octet.hardware.support import weight_only
+
+    found = [device for device in local_devices() if device.vendor != "cpu"]
+    exact = " and ".join(weight_only(recipe.pairs, found))
+    return exact and (
+        f"measuring with rounded activations; vLLM runs {exact} weight-only on {found[0].name}:"
+        f" --for '{found[0].name}' measures that"
+    )
+
+
+def _trained_for(names: str | None, calibration: Manifest) -> tuple[str, ...]:
+    """Returns the schemes that the GPUs of --for run weight-only.
+
+    Without --for, those of the calibration's --for, or else of this machine. Raises ConfigError if
+    these GPUs do not compute alike.
+    """
+    from octet.hardware.support import weight_only
+
+    recipe = calibration.recipe
+    if names is None and calibration.runs_weight_only:
+        return calibration.runs_weight_only
     found = _devices(names)
     if names is None:  # a machine without a GPU trains for others
         found = tuple(device for device in found if device.vendor != "cpu")
-    try:
-        return weight_only(recipe, found)
-    except ConfigError as error:
-        raise ConfigError(f"--for: {error}") from None
+    exact = weight_only(recipe.pairs, found)
+    for device in found:
+        more = [x for x in weight_only(recipe.pairs, [device]) if x not in exact]
+        if more:
+            other = next(x for x in found if more[0] not in weight_only(recipe.pairs, [x]))
+            raise ConfigError(
+                f"--for: {device.name} runs {more[0]} weight-only, and {other.name} does not: name"
+                " GPUs that compute alike"
+            )
+    return exact
 
 
 def _devices(names: str | None) -> "tuple[Device, ...]":

@@ -121,7 +121,7 @@ class _Checkpoint:
 
     def settings(self) -> GatewayConfig:
         machine_flags(self.path, gpus(), self.options.options)  # refuses what cannot start
-        self._warn_of_training()
+        self._warn_of_arithmetic()
         name, options = self.manifest.model.name, self.options
         if options.way is None and not options.fallback:
             pool = self._vllm(self.path, self.manifest.recipe.name, Proof())
@@ -196,23 +196,27 @@ class _Checkpoint:
                 return "weight-only"
         return "native"  # tried, and measured by the proof
 
-    def _warn_of_training(self) -> None:
-        """Warns if `octet recover` assumed another arithmetic than that of this machine's GPUs."""
-        details, recipe = self.manifest.details, self.manifest.recipe
-        if details.get("algorithm") != "recover":
-            return
-        trained = set(details.get("trained_weight_only", ()))
+    def _warn_of_arithmetic(self) -> None:
+        """Warns if it was trained or measured for another arithmetic than that of these GPUs.
+
+        Unrounded activations harm only what was trained for rounded ones.
+        """
+        recipe, exact = self.manifest.recipe, set(self.manifest.runs_weight_only)
+        trained = self.manifest.details.get("algorithm") == "recover"
         for device in local_devices():
-            here = set(weight_only(recipe, [device]))
-            if device.vendor != "cpu" and here != trained:
+            here = set(weight_only(recipe.pairs, [device]))
+            other = exact ^ here if trained else exact - here
+            if device.vendor != "cpu" and other:
                 _log.warning(
-                    "%s was trained for another arithmetic of %s than vLLM's on %s, which %s its"
-                    " activations: the training may have made it less exact; octet recover"
-                    " --for '%s' trains for this GPU",
+                    "%s was %s for another arithmetic of %s than vLLM's on %s, which %s its"
+                    " activations: it may be less exact than was measured; octet %s --for '%s' is"
+                    " for this GPU",
                     self.path,
-                    " and ".join(sorted(here ^ trained)),
+                    "trained" if trained else "measured",
+                    " and ".join(sorted(other)),
                     device.name,
-                    "does not round" if here - trained else "rounds",
+                    "does not round" if here - exact else "rounds",
+                    "recover" if trained else "calibrate",
                     device.name,
                 )
 

@@ -118,6 +118,7 @@ class ExportGate:
         from verify.reader.checkpoint import Written
 
         written = Written.open(directory)
+        exact = source.calibration.manifest.runs_weight_only
         cost = PromptCost(
             source.checkpoint,
             recipe,
@@ -125,9 +126,11 @@ class ExportGate:
             golden,
             kv_cache=_cache(manifest),
             weights=lambda name: written_weight(written, name),
+            weight_only=exact,
             device=device,
         )
-        return cost, "simulated in float32 with the weights that were written"
+        how = " weight-only" if exact else ""
+        return cost, f"simulated{how} in float32 with the weights that were written"
 
     def _keep(self, directory: Path, manifest: Manifest, outcome: "Outcome", path: Path) -> None:
         from calibrate.quality.refused import EVIDENCE_FILE, keep_refused
@@ -182,8 +185,7 @@ class DefaultGate:
 
 
 def _schemes(manifest: Manifest) -> list[TensorScheme]:
-    recipe = manifest.recipe
-    return [recipe.weights, *(override.weights for override in recipe.overrides)]
+    return [weights for weights, _ in manifest.recipe.pairs]
 
 
 def export_gate(

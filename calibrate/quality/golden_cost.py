@@ -10,7 +10,7 @@ hidden states are in memory (`_STATES_BYTES` of them at a time). The cost of eac
 measured on some of the prompts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,13 @@ from calibrate.quality.gate import Gate, Outcome, Part
 from calibrate.quality.sensitivity import CACHE
 from calibrate.samples.batches import make_batches, real
 from calibrate.simulate.cache import CacheRounding
-from calibrate.simulate.model import LayerSimulator, Weights, module_schemes, replace_weights
+from calibrate.simulate.model import (
+    LayerSimulator,
+    Weights,
+    module_schemes,
+    replace_weights,
+    rounds_inputs,
+)
 from calibrate.simulate.scales import DeviceScales, Scales
 from octet.artifacts.golden import GoldenSet
 from octet.limit import LEAST_SAMPLES
@@ -70,7 +76,8 @@ class PromptCost:
 
     `kv_cache` is the cache format when served, by default the recipe's own. `weights(name)` returns
     the exported weight, float32 [N, K], or None if it follows the recipe. If `quantized` is False,
-    all weights are the checkpoint's.
+    all weights are the checkpoint's. Inputs of linears whose schemes are `weight_only` are not
+    rounded (`octet.hardware.support.pattern_of`).
     """
 
     def __init__(
@@ -83,12 +90,14 @@ class PromptCost:
         kv_cache: KvCacheDtype | None = None,
         weights: Weights | None = None,
         quantized: bool = True,
+        weight_only: Collection[str] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         self._checkpoint, self._spec, self._recipe = checkpoint, checkpoint.spec, recipe
         self._device = torch.device(device)
         self._cache: KvCacheDtype = kv_cache or recipe.kv_cache
         self._schemes = module_schemes(self._spec, recipe) if quantized else {}
+        self._with_inputs = rounds_inputs(self._schemes, weight_only)
         found = DeviceScales(scales, self._device)
         self._served = LayerSimulator(self._spec, self._schemes, found, weights)
         self._prompts = distinct_prompts(golden)
@@ -169,9 +178,10 @@ class PromptCost:
         rounding = None
         if cache:
             rounding = CacheRounding(self._cache, own=self._cache == self._recipe.kv_cache)
+        inputs = [name for name in weights if name in self._with_inputs]
         with (
             replace_weights(layer, self._spec.layer(index), self._spec, weights),
-            self._served.rounding(layer, index, weights, rounding),
+            self._served.rounding(layer, index, inputs, rounding),
         ):
             yield
 

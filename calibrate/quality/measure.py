@@ -1,7 +1,6 @@
 """Measures the cost of a recipe on held-out text, with the whole model in memory."""
 
 import json
-from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,9 +55,8 @@ class Bench:
     """The whole model in memory, and its output on held-out text before its weights changed.
 
     All measurements use the text of `reference`. `unseen` is of other text, for judging a choice
-    that was made on the first; None if there is too little, or if it is not requested. The gate
-    does not round inputs of linears whose schemes are `weight_only`. Finished measurements are kept
-    in `steps`.
+    that was made on the first; None if there is too little, or if it is not requested. Finished
+    measurements are kept in `steps`.
     """
 
     def __init__(
@@ -71,10 +69,8 @@ class Bench:
         device: torch.device,
         steps: Steps,
         console: Console | None,
-        weight_only: Collection[str] = (),
     ) -> None:
         self.checkpoint, self.dtype, self.console = checkpoint, dtype, console
-        self.weight_only = weight_only
         self.evaluated_on = inputs.evaluated_on
         counts = run_identity(checkpoint, inputs.plan.batches, dtype, device)
         self._steps = steps.depending_on(json.dumps(counts))
@@ -99,7 +95,6 @@ class Bench:
                 reference,
                 advance=advance,
                 steps=self.steps(quantization, reference),
-                weight_only=self.weight_only,
             )
 
     def steps(self, quantization: Quantization, reference: Reference) -> Steps:
@@ -108,7 +103,7 @@ class Bench:
             quantization.recipe.model_dump_json(),
             digest_of_scales(quantization.scales),
             digest_of_batches(reference.batches),
-            *self.weight_only,
+            *quantization.weight_only,
         )
 
 
@@ -177,13 +172,13 @@ def measure_gate(
                 spec,
                 quantization.recipe,
                 quantization.scales,
-                bench.weight_only,
+                quantization.weight_only,
             ),
         ):
             return reference.compare(advance=advance)
 
     cost = bench.steps(quantization, reference).once("gate", Divergence, simulated)
-    how = f"simulated{' weight-only' if bench.weight_only else ''} in {bench.dtype}"
+    how = f"simulated{' weight-only' if quantization.weight_only else ''} in {bench.dtype}"
     outcome = gate.judge(cost, on, how, caveat)
     known = None if measured.chosen else measured.sensitivity
     if outcome.met:

@@ -129,7 +129,10 @@ class Promotion:
         kv_cache = self._recipe.kv_cache if cache else None
         if cache:
             scales |= {key: value for key, value in self._scales[""].items() if _of_cache(key)}
-        with simulate_modules(self._model, self._spec, pairs, scales, kv_cache):
+        weight_only = self._base.weight_only
+        with simulate_modules(
+            self._model, self._spec, pairs, scales, kv_cache, weight_only=weight_only
+        ):
             return self._reference.compare(advance=self._advance)
 
     def _scales_at(self, level: str, pair: Pair) -> Scales:

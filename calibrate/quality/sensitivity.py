@@ -12,7 +12,7 @@ Memory: one set of hidden states [tokens, H], and a copy of the unit's weights.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -112,17 +112,15 @@ def measure_sensitivity(
     *,
     advance: Advance = lambda tokens: None,
     steps: Steps = NOT_KEPT,
-    weight_only: Collection[str] = (),
 ) -> Sensitivity:
     """Measures every unit that the recipe quantizes, the cache, the embeddings and the head.
 
-    Uses the reference's batches. Inputs of linears whose schemes are `weight_only` are not rounded
-    (`octet.hardware.support.pattern_of`). The result is in the order of execution, with the cache
-    last. Each measurement is kept in `steps`, which depend on the quantization and the reference,
-    and is not made again.
+    Uses the reference's batches. The result is in the order of execution, with the cache last. Each
+    measurement is kept in `steps`, which depend on the quantization and the reference, and is not
+    made again.
     """
     checkpoint, recipe, scales = quantization.checkpoint, quantization.recipe, quantization.scales
-    spec = checkpoint.spec
+    spec, weight_only = checkpoint.spec, quantization.weight_only
     small = {name: histogram.small_limit() for name, histogram in quantization.histograms.items()}
     tail = Tail(model, spec, reference.batches)
 

@@ -67,7 +67,8 @@ class Quantization:
     """A recipe applied to an observed checkpoint.
 
     `histograms` are by observation. `scales` are by their name in `Calibration`; `weights` hold the
-    details of each weight's scale, by linear.
+    details of each weight's scale, by linear. Inputs of linears whose schemes are `weight_only` are
+    not rounded when it is measured (`octet.hardware.support.pattern_of`).
     """
 
     checkpoint: Checkpoint
@@ -75,6 +76,7 @@ class Quantization:
     histograms: Mapping[str, Histogram]
     scales: dict[str, Float32Array]
     weights: dict[str, WeightScale]
+    weight_only: tuple[str, ...] = ()
 
     def with_cache(self, kv_cache: KvCacheDtype) -> Self:
         """Returns the same weights and activations with another cache and its scales."""
@@ -90,6 +92,7 @@ def derive_scales(
     fitted: Mapping[str, Float32Array] | None = None,
     layers: LayerWeights | None = None,
     console: Console | None = None,
+    weight_only: tuple[str, ...] = (),
 ) -> Quantization:
     """Derives every scale of the recipe, except `fitted` ones, to which the weights were fitted.
 
@@ -126,7 +129,7 @@ def derive_scales(
     for name in weights:
         if f"{name}.weight_scale" in fitted:
             weights[name] = _fitted_weight(checkpoint, recipe, name, scales)
-    return Quantization(checkpoint, recipe, histograms, scales, weights)
+    return Quantization(checkpoint, recipe, histograms, scales, weights, weight_only)
 
 
 def _mean_squares(

@@ -73,11 +73,11 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "gate": list,
     "kv_cache": (str, dict),
     "predicted": bool,
+    "runs_weight_only": list,
     "serve_with": str,
     "source": str,
     "targets": list,
     "tensor_parallel": int,
-    "trained_weight_only": list,
     "warnings": list,
 }
 _WRITERS = "give what octet calibrate, octet export or octet build-engine wrote"
@@ -117,6 +117,11 @@ class Manifest(BaseModel):
         """The powers of two that were folded into the weights in place of cache scales."""
         folds: Folds = self.details.get("folded", {})
         return folds
+
+    @property
+    def runs_weight_only(self) -> tuple[str, ...]:
+        """The schemes that were measured, and trained, with activations that are not rounded."""
+        return tuple(self.details.get("runs_weight_only", ()))
 
     # The hash of the file as read: it may have fewer fields than this release's Manifest.
     recorded_identity: str | None = Field(default=None, exclude=True)

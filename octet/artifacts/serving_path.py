@@ -41,7 +41,7 @@ def bound_of(recipe: Recipe, *, quantized: bool = True) -> tuple[float, str]:
 
     The bound is the largest among the kinds of weights that the recipe uses.
     """
-    kinds = [recipe.weights.kind, *(override.weights.kind for override in recipe.overrides)]
+    kinds = [weights.kind for weights, _ in recipe.pairs]
     kind = max(kinds, key=lambda kind: _BOUNDS[kind]) if quantized else "no quantization"
     return _BOUNDS[kind], f"the bound of {kind}, without a prediction"
 

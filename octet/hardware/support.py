@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from octet.errors import ConfigError
 from octet.hardware.devices import Device, read_table
 from octet.recipe import PRESETS, KvCacheDtype, Recipe, TensorScheme
 
@@ -34,6 +33,7 @@ __all__ = [
     "numerics",
     "pattern_of",
     "support",
+    "used_of",
     "version_known",
     "weight_only",
 ]
@@ -276,28 +276,26 @@ def pattern_of(pair: Pair | None) -> str:
     return f"fp8:{weights.granularity}/{activations.granularity}"
 
 
-def weight_only(recipe: Recipe, devices: Sequence[Device]) -> tuple[str, ...]:
-    """Returns the schemes of `recipe`, by `pattern_of`, that vLLM runs weight-only on `devices`.
+def weight_only(pairs: Iterable[Pair], devices: Sequence[Device]) -> tuple[str, ...]:
+    """Returns those of `pairs`, by `pattern_of`, that vLLM runs weight-only on all `devices`.
 
-    That is, in all of its versions that are known. Raises ConfigError if that differs between the
-    devices.
+    That is, in all of its versions that are known. Empty without devices.
     """
-    found = []
-    for pattern in dict.fromkeys(map(pattern_of, _pairs(recipe))):
-        pair = next(pair for pair in _pairs(recipe) if pattern_of(pair) == pattern)
-        so = [
-            {way.activations for way in numerics(device, "vllm", None, pair, "float16")} == {False}
-            for device in devices
-        ]
-        if any(so) and not all(so):
-            one, other = devices[so.index(True)].name, devices[so.index(False)].name
-            raise ConfigError(
-                f"{one} runs {pattern} weight-only, and {other} does not: name GPUs that compute"
-                " alike"
-            )
-        if so and all(so):
-            found.append(pattern)
-    return tuple(found)
+
+    def runs(pair: Pair, device: Device) -> bool:
+        ways = numerics(device, "vllm", None, pair, "float16")
+        return {way.activations for way in ways} == {False}
+
+    named = {pattern_of(pair): pair for pair in pairs} if devices else {}
+    return tuple(
+        pattern for pattern, pair in named.items() if all(runs(pair, device) for device in devices)
+    )
+
+
+def used_of(patterns: Iterable[str], recipe: Recipe) -> tuple[str, ...]:
+    """Returns those of `patterns`, see `pattern_of`, that `recipe` uses."""
+    used = set(_patterns(recipe))
+    return tuple(pattern for pattern in patterns if pattern in used)
 
 
 def _support(query: _Query, recipe: Wanted) -> Support:
@@ -368,15 +366,8 @@ def _patterns(recipe: Wanted) -> Sequence[str]:
     if isinstance(recipe, str):
         recipe = PRESETS[recipe]
     if isinstance(recipe, Recipe):
-        return [pattern_of(pair) for pair in _pairs(recipe)]
+        return [pattern_of(pair) for pair in recipe.pairs]
     return [pattern_of(recipe)]
-
-
-def _pairs(recipe: Recipe) -> Sequence[Pair]:
-    return [
-        (recipe.weights, recipe.activations),
-        *((override.weights, override.activations) for override in recipe.overrides),
-    ]
 
 
 _R = TypeVar("_R", bound=_Conditions)

@@ -87,6 +87,21 @@ def test_the_algorithm_with_the_least_divergence_is_used(
         assert (again.out / file).read_bytes() == (options.out / file).read_bytes()
 
 
+def test_it_compares_what_gpus_serve_that_round_no_activations(
+    options: Options, applied: list[str], tiny_model: Path
+) -> None:
+    recipe = Recipe.load("fp8-static").model_copy(update={"kv_cache": "float16"})
+    kl = {}
+    for weight_only in ((), ("fp8:tensor/tensor",)):
+        found = run(
+            replace(options, model=tiny_model, recipe=recipe, weight_only=weight_only, force=True)
+        )
+        assert found is not None
+        kl[weight_only] = found.manifest.details["compared"]["kl"]["none"]
+    rounded, exact = kl.values()
+    assert exact < 0.8 * rounded
+
+
 def test_weights_stay_if_nothing_is_better(
     options: Options, applied: list[str], tiny_model: Path
 ) -> None:

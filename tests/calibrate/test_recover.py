@@ -29,6 +29,7 @@ from calibrate.samples.batches import Batch
 from calibrate.samples.inputs import read_inputs
 from calibrate.simulate.model import module_schemes, simulate
 from octet.artifacts.calibration import WEIGHTS_FILE, Calibration
+from octet.artifacts.manifest import Manifest
 from octet.errors import (
     ArtifactError,
     ConfigError,
@@ -41,6 +42,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.numerics import formats
 from octet.recipe import Recipe
 from octet.storage.tensors import TensorFile
+from octet_cli.calibrate import recover as recover_command
 from tests.command import octet
 from tests.models import write_model
 from tests.shared import Shared
@@ -157,8 +159,7 @@ def on_the_grid(calibration: Calibration, model: Path) -> None:
 def test_for_a_gpu_that_runs_the_recipe_weight_only_activations_are_not_rounded(
     options: Options, recovered: Path, tiny_model: Path
 ) -> None:
-    training, gate = replace(training_of(options), weight_only=("nvfp4",)), Gate.parse("0.06", None)
-    run(replace(options, training=training, gate=gate))
+    run(replace(options, weight_only=("nvfp4",), gate=Gate.parse("0.06", None)))
     (judged,) = Calibration.load(options.out).manifest.details["gate"]
     assert judged["how"].startswith("simulated weight-only in ")
     rounded = Calibration.load(recovered).manifest.details["algorithm"]["held_out"]["after"]
@@ -194,6 +195,26 @@ def test_for_gpus_that_compute_differently_or_are_unknown(
     failed = octet("recover", origin, *samples, "--for", gpus, "-o", tmp_path / "out")
     assert failed.returncode == 2 and error in " ".join(failed.stderr.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_it_is_for_the_gpus_of_the_calibration_if_none_are_named(
+    origin: Path, example_samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        "calibrate.pipeline.run", lambda options, console: taken.append(options.weight_only)
+    )
+    manifest = Manifest.load(origin)
+    details = manifest.details | {"runs_weight_only": ["nvfp4"]}
+    manifest = manifest.model_copy(update={"details": details, "recorded_identity": None})
+    fields = manifest.model_dump(mode="json") | {"identity": manifest.identity}
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "measured" / "manifest.json").write_text(json.dumps(fields), "utf-8")
+    samples = example_samples / "calibration.jsonl"
+    for calibration in (origin, tmp_path / "measured"):
+        for gpus in (None, "b200", "h100"):
+            recover_command(calibration, samples, tmp_path / "out", for_=gpus)
+    assert taken == [(), (), ("nvfp4",), ("nvfp4",), (), ("nvfp4",)]
 
 
 def test_the_report_says_what_the_training_gained(recovered: Path) -> None:

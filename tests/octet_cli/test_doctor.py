@@ -1,10 +1,13 @@
 """Tests `octet doctor` and `calibrate --recipe auto` as commands: output and exit codes."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from octet.hardware.devices import find_device
+from octet_cli.calibrate import calibrate
 from tests.command import octet
 from tests.verify.machine.test_diagnose import STACKS
 
@@ -57,7 +60,7 @@ def test_what_cannot_be_told_is_exit_code_2(arguments: list[str], said: str) -> 
     [
         (["--recipe", "auto", "--for", "h1000"], "did you mean 'h100'"),
         (["--recipe", "auto", "--for", ","], "--for names no GPU"),
-        (["--recipe", "fp8", "--for", "h100"], "--for is for --recipe auto"),
+        (["--recipe", "fp8", "--for", "h1000"], "did you mean 'h100'"),
         (["--recipe", "auto", "--for", "gaudi3"], "no recipe is known to run on all of them"),
     ],
 )
@@ -68,6 +71,30 @@ def test_a_choice_that_cannot_be_made(
     out = tmp_path / "out"
     found = octet("calibrate", str(example_model), "--samples", samples, "-o", str(out), *arguments)
     assert found.returncode == 2 and said in found.stderr and not out.exists()
+
+
+def test_a_gpu_that_serves_more_exactly_than_is_measured_is_named(
+    example_model: Path,
+    example_samples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        "octet.hardware.machine.local_devices", lambda: (find_device("NVIDIA H100 80GB HBM3"),)
+    )
+    monkeypatch.setattr("calibrate.pipeline.run", lambda options, console: None)
+    samples, out = example_samples / "calibration.jsonl", tmp_path / "out"
+    start = partial(calibrate, example_model, samples, out, recipe="nvfp4")
+    said = "vLLM runs nvfp4 weight-only on H100: --for 'H100' measures that"
+    cases: list[tuple[dict[str, str], bool]] = [
+        ({"max_kl": "0.1"}, True),
+        ({"max_kl": "0.1", "for_": "b200"}, False),
+        ({}, False),  # nothing is measured
+    ]
+    for options, hint in cases:
+        start(**options)
+        assert (said in " ".join(capsys.readouterr().err.split())) == hint
 
 
 def test_a_choice_is_printed_and_recorded(

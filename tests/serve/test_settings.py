@@ -118,17 +118,21 @@ def test_a_way_that_the_machine_does_not_have_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("gpu", "trained", "warning"),
+    ("gpu", "algorithm", "exact", "warning"),
     [
-        (H100, [], "of nvfp4 than vLLM's on H100, which does not round its activations"),
-        (B200, ["nvfp4"], "of nvfp4 than vLLM's on B200, which rounds its activations"),
-        (H100, ["nvfp4"], ""),
-        (B200, [], ""),
+        (H100, "recover", [], "trained for another arithmetic of nvfp4 than vLLM's on H100, which"),
+        (B200, "recover", ["nvfp4"], "which rounds its activations"),
+        (H100, "recover", ["nvfp4"], ""),
+        (B200, "recover", [], ""),
+        (B200, "gptq", ["nvfp4"], "measured for another arithmetic of nvfp4 than vLLM's on B200"),
+        (H100, "gptq", ["nvfp4"], ""),
+        (H100, "gptq", [], ""),  # what it serves is more exact than what was measured
     ],
 )
-def test_weights_trained_for_another_gpus_arithmetic_are_named(
+def test_weights_of_another_gpus_arithmetic_are_named(
     gpu: Gpu,
-    trained: list[str],
+    algorithm: str,
+    exact: list[str],
     warning: str,
     exports: Path,
     tiny_model: Path,
@@ -136,13 +140,13 @@ def test_weights_trained_for_another_gpus_arithmetic_are_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     on(monkeypatch, gpu)
-    details = {"algorithm": "recover", "trained_weight_only": trained}
+    details = {"algorithm": algorithm, "runs_weight_only": exact}
     recipe = Recipe.load("nvfp4")
     write_export(
         exports / "fp4", tiny_model, "m", tensor_parallel=1, recipe=recipe, details=details
     )
     settings_of(exports / "fp4", None, Options())
-    assert warning in caplog.text and bool(warning) == ("octet recover --for" in caplog.text)
+    assert warning in caplog.text and bool(warning) == (" --for '" in caplog.text)
 
 
 def test_a_directory_of_exports_is_served_by_what_can_run(

@@ -26,6 +26,7 @@ from octet.limit import Limit
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
 from octet.storage.tensors import TensorFile
+from tests.command import octet
 from tests.models import write_model
 from tests.outliers import write_outlier_checkpoint
 from tests.shared import Shared
@@ -280,6 +281,65 @@ class TestCalibrate:
         assert [path.name for path in tmp_path.iterdir()] == ["out.refused"]
 
 
+class TestForGpusThatRunItWeightOnly:
+    """In NVFP4 the tiny model costs 0.09 nats, and 0.04 if its activations are not rounded."""
+
+    LIMITS = ("--max-kl", "0.05")
+    FEW = ("-n", "110", "--allow-few-samples", "--max-length", "64", "--dtype", "float32")
+
+    def start(self, model: Path, samples: Path) -> tuple[str | Path, ...]:
+        recipe = ("--recipe", "nvfp4", "--kv-cache", "float16", "--no-predict")
+        return ("calibrate", model, "--samples", samples, *recipe, *self.FEW)
+
+    def test_limits_are_measured_so_in_every_command(
+        self, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+    ) -> None:
+        start, out = (*self.start(tiny_model, tiny_samples), *self.LIMITS), tmp_path / "out"
+        for gpus in ("b200", "b200,h100"):  # H100 alone does not round
+            over = octet(*start, "--for", gpus, "-o", out)
+            assert over.returncode == 1 and "simulated in float32" in over.stderr
+        found = octet(*start, "--for", "h100", "--sensitivity", "-o", out)
+        assert found.returncode == 0, found.stderr
+        calibration = Manifest.load(out, "calibration")
+        (judged,) = calibration.details["gate"]
+        assert judged["how"] == "simulated weight-only in float32" and judged["met"]
+        assert calibration.runs_weight_only == ("nvfp4",)
+        report = json.loads((out / "report.json").read_text())
+        assert report["sensitivity"]["all"]["kl"] == pytest.approx(judged["measured"])
+        change = ("--kv-cache", "e4m3", "--no-predict")
+        again = octet("rescale", out, *change, *self.LIMITS, "-o", tmp_path / "again")
+        assert again.returncode == 0, again.stderr
+        exported = octet("export", "checkpoint", out, *self.LIMITS, "-o", tmp_path / "checkpoint")
+        assert exported.returncode == 0, exported.stderr
+        for name in ("again", "checkpoint"):
+            manifest = Manifest.load(tmp_path / name)
+            assert "simulated weight-only in" in manifest.details["gate"][0]["how"]
+            assert manifest.runs_weight_only == ("nvfp4",)
+        other = octet("rescale", out, "--recipe", "fp8", "--no-predict", "-o", tmp_path / "other")
+        assert other.returncode == 0, other.stderr
+        assert Manifest.load(tmp_path / "other").runs_weight_only == ()
+        # Octet's own engine rounds them.
+        refused = octet("export", "onnx", out, *self.LIMITS, "-o", tmp_path / "onnx")
+        assert refused.returncode == 1 and "the graph itself" in refused.stderr
+
+    def test_a_budget_promotes_no_more_than_they_need(
+        self, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+    ) -> None:
+        start = (*self.start(tiny_model, tiny_samples), "--budget", "kl=0.03")
+        chosen = {}
+        for gpu in ("h100", "a100", "b200"):
+            found = octet(*start, "--for", gpu, "-o", tmp_path / gpu)
+            assert found.returncode == 0, found.stderr
+            chosen[gpu] = Manifest.load(tmp_path / gpu, "calibration")
+            assert chosen[gpu].details["budget"]["met"]
+        promoted = {gpu: len(found.recipe.overrides) for gpu, found in chosen.items()}
+        assert 0 < promoted["h100"] < promoted["b200"]
+        # An A100 rounds no activations of what the budget promotes to either.
+        exact = {gpu: found.runs_weight_only for gpu, found in chosen.items()}
+        assert exact["h100"] == ("nvfp4",) and exact["b200"] == ()
+        assert exact["a100"] == ("nvfp4", "fp8:channel/token")
+
+
 @pytest.fixture(scope="module")
 def origin(injured: Path, tiny_samples: Path, shared: Shared) -> Calibration:
     """Of the injured model, under scales of tokens and channels, with a gate of its own."""
@@ -321,9 +381,9 @@ class TestRescale:
     ) -> None:
         places: list[str] = []
 
-        def measured_on(*args: Any, device: str = "cpu") -> Any:
+        def measured_on(*args: Any, device: str = "cpu", **options: Any) -> Any:
             places.append(device)
-            return PromptCost(*args)
+            return PromptCost(*args, **options)
 
         monkeypatch.setattr("calibrate.rescale.PromptCost", measured_on)
         for there in (True, False):

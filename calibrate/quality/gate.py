@@ -173,11 +173,12 @@ class Outcome:
         if first.measured <= first.limit.value:
             ways.append(f"{command} with more --held-out text, which narrows the bound")
         cause = self._causes()
-        options = [f"--exclude {name}" for part in cause for name in part.linears]
+        options = [" ".join(f"--exclude {name}" for part in cause for name in part.linears)]
         if any(not part.linears for part in cause):
             options.append("another --kv-cache")
+        options = [option for option in options if option]
         if options:
-            ways.append(f"{again} with {' '.join(options)}")
+            ways.append(f"{again} with {' and '.join(options)}")
         if budget is not None:
             given = "" if budget == again and options else f"{budget} with "
             ways.append(f"{given}--budget {first.limit}")

@@ -68,7 +68,7 @@ def summarise(
     todo = list(dict.fromkeys(finding.remedy for finding in findings))
     if notes and findings:
         todo.append("Read the other warnings." if len(notes) > 1 else "Read the other warning.")
-    measured = expected is not None or training is not None
+    measured = not (expected is None and training is None and sensitivity is None)
     unmeasured = not measured and any(
         t.format == "e2m1" and t.sqnr_db is None for t in tensors.values()
     )

@@ -157,6 +157,12 @@ class TestTheVerdict:
         said = self.error(Part("kv_cache", (), 0.9, 0), Part("other", ("o",), 0.1, 0))
         assert "with another --kv-cache, or --budget" in said and "--exclude" not in said
 
+    def test_what_to_exclude_and_the_cache_are_told_apart(self) -> None:
+        parts = Part("kv_cache", (), 0.3, 0), Part("one", ("a", "b"), 0.2, 0)
+        others = (Part(f"unit {n}", (f"linear {n}",), 0.01, 0) for n in range(45))
+        said = self.error(*parts, *others)
+        assert "with --exclude a --exclude b and another --kv-cache, or --budget" in said
+
     def test_where_nothing_stands_out_the_budget_chooses(self) -> None:
         said = self.error(*(Part(f"unit {n}", (f"linear {n}",), 0.01, 0) for n in range(20)))
         assert "; calibrate again with --budget kl=0.01;" in said and "--exclude" not in said
@@ -306,6 +312,7 @@ class TestForGpusThatRunItWeightOnly:
         assert calibration.runs_weight_only == ("nvfp4",)
         report = json.loads((out / "report.json").read_text())
         assert report["sensitivity"]["all"]["kl"] == pytest.approx(judged["measured"])
+        assert "not measured" not in report["summary"]["title"]
         change = ("--kv-cache", "e4m3", "--no-predict")
         again = octet("rescale", out, *change, *self.LIMITS, "-o", tmp_path / "again")
         assert again.returncode == 0, again.stderr

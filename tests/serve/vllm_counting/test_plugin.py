@@ -210,6 +210,40 @@ def test_only_counted_steps_run_without_graphs(
     assert engine.graphs == ["none", "graph", "graph"]
 
 
+def test_an_eager_model_has_hooks_in_counted_steps_alone(
+    vllm: Callable[..., Vllm], spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1000000")
+    model, hooks = Model(spec), []
+    layer = model.get_submodule(model.names[0])
+    monkeypatch.setattr(layer, "forward", lambda x: hooks.append(len(layer._forward_pre_hooks)))
+    worker = vllm(model).start()
+    with pytest.raises(ValueError, match="out of memory"):
+        step(worker, 2, fails=True)
+    assert not layer._forward_pre_hooks
+    for _ in range(3):
+        step(worker, 2)
+    assert hooks == [1, 0, 0]
+
+
+def test_compiled_code_counts_by_an_operator(
+    vllm: Callable[..., Vllm], spec: ModelSpec, tmp_path: Path
+) -> None:
+    model = Model(spec)
+    worker = vllm(model).worker()
+    worker.vllm_config.model_config.enforce_eager = False
+    worker.load_model()
+    model.compile(backend="aot_eager", fullgraph=True)
+    for tokens in (8, 9):
+        step(worker, tokens)
+        read(tmp_path / "live", spec)
+    windows = read(tmp_path / "live", spec)
+    assert [x.tokens for x in windows] == [8, 9]
+    name = f"{spec.layer(0)}.self_attn.value"
+    width = spec.kv_heads * spec.head_dim
+    assert [x.counts(name).sum() for x in windows] == [8 * width, 9 * width]
+
+
 def test_a_tensor_that_the_first_step_misses_is_an_error(
     vllm: Callable[..., Vllm], spec: ModelSpec
 ) -> None:

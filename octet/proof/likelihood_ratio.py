@@ -160,7 +160,7 @@ class Comparison:
         if z * math.sqrt(prompts / count) > t_quantile(1 - level, prompts - 1):
             return False
         lengths = [self.lengths[n] for n in np.flatnonzero(among)]
-        return find_outliers(logs - margin, lengths, self._heaviness).chance >= level
+        return find_outliers(logs - margin, lengths, self._heaviness, level).chance >= level
 
     def by_length(self, scenario: Scenario, prompts: Sequence[int]) -> tuple[float, float]:
         """Returns how likely prompts as far off as `prompts` are as short, and as long, by chance.

@@ -58,33 +58,48 @@ class Outliers:
     prompts: tuple[int, ...]  # indices, farthest first
 
 
-def find_outliers(excess: NDArray[np.float64], lengths: Sequence[int], a: int) -> Outliers:
+def find_outliers(
+    excess: NDArray[np.float64], lengths: Sequence[int], a: int, level: float = math.inf
+) -> Outliers:
     """Returns the outliers of `excess` [n]: r less a margin, for prompts of `lengths` tokens.
 
-    The chance is 1 if there are no prompts.
+    The chance is 1 if there are no prompts, and may be 1 instead of any chance from `level` on.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
     groups = [order, *np.array_split(order, _PARTS)]
-    found = [_worst(excess, group, a) for group in groups if len(group)]
+    chances = [exceeded(float(x), a) for x in excess]
+    found = [_worst(excess, group, chances, level / len(groups)) for group in groups if len(group)]
     least = min(found, key=lambda x: x.chance, default=Outliers(1.0, ()))
     return replace(least, chance=min(least.chance * len(groups), 1.0))
 
 
-def _worst(excess: NDArray[np.float64], group: NDArray[np.int64], a: int) -> Outliers:
-    """Returns the k farthest prompts of `group` for which Berk and Jones's statistic is least."""
+def _worst(
+    excess: NDArray[np.float64], group: NDArray[np.int64], chances: Sequence[float], level: float
+) -> Outliers:
+    """Returns the k farthest prompts of `group` for which Berk and Jones's statistic is least.
+
+    Tails whose largest term is clearly above `level` are not summed; an infinite chance if all are.
+    """
     count = len(group)
     ranked = [int(n) for n in sorted(group, key=lambda n: -excess[n])]
     found = [
-        (count * _at_least(count, k, exceeded(float(excess[n]), a)), k)
+        (count * _at_least(count, k, chances[n]), k)
         for k, n in enumerate(ranked, start=1)
+        if not count * _exactly(count, int(max(k, count * chances[n])), chances[n]) > 2 * level
     ]
-    chance, k = min(found)
+    chance, k = min(found, default=(math.inf, 0))
     return Outliers(chance, tuple(ranked[:k]))
 
 
 @cache
 def _binomials(trials: int) -> tuple[int, ...]:
     return tuple(math.comb(trials, k) for k in range(trials + 1))
+
+
+def _exactly(trials: int, successes: int, p: float) -> float:
+    """Returns P(B(trials, p) = successes)."""
+    ways = _binomials(trials)[successes]
+    return float(ways * p**successes * (1 - p) ** (trials - successes))
 
 
 def _at_least(trials: int, successes: int, p: float) -> float:

@@ -16,6 +16,7 @@ from calibrate.samples.tokens import load_tokenizer
 from octet.artifacts.calibration import Calibration
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import Recipe
+from tests.calibrate.prompts import choose_once
 from tests.shared import Shared
 
 
@@ -26,6 +27,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def prompts_chosen_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        choose_once(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ Prints a line of JSON for each moment: {"how", "moment", "finished": layers that
 then, "same": whether the continued run gave the very counts}.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ HOWS = ("every layer", "in between", "none", "spilled", "restart")
 
 def main(model: Path, directory: Path) -> None:
     run(model)  # imports all that a run needs, for every child
+    gc.freeze()  # the search for cycles would copy every page of it, in every child
     for how in HOWS:
         place = directory / how
         place.mkdir()
@@ -45,7 +47,11 @@ def try_moments(model: Path, directory: Path, how: str) -> None:
     settings: dict[str, Any] = {"spill": directory / "spill"} if how == "spilled" else {}
     keep(how)
     path, moment = directory / "journal", 1
-    while forked(partial(run_until, moment, model, path, how == "restart", settings)):
+    begun = directory / "begun"
+    if how == "restart":
+        with suppress(KeyboardInterrupt):
+            run(model, begun, advance=interrupt_after(5 / 6), **settings)  # in the third layer
+    while forked(partial(run_until, moment, model, path, begun, settings)):
         resume(model, directory, settings, how=how, moment=moment)
         moment += EVERY
 
@@ -80,15 +86,13 @@ def keep(how: str) -> None:
         journal.KEEP_EVERY_S = 3600.0 if how == "none" else 0.0
 
 
-def run_until(
-    moment: int, model: Path, path: Path, restart: bool, settings: dict[str, Any]
-) -> None:
+def run_until(moment: int, model: Path, path: Path, begun: Path, settings: dict[str, Any]) -> None:
+    """Is killed at `moment` of a run; it begins anew over a copy of `begun` if that exists."""
     shutil.rmtree(path, ignore_errors=True)
-    if restart:
-        with suppress(KeyboardInterrupt):
-            run(model, path, advance=interrupt_after(5 / 6), **settings)  # in the third layer
+    if begun.exists():
+        shutil.copytree(begun, path)
     die_at(moment)
-    run(model, path, restart=restart, **settings)
+    run(model, path, restart=begun.exists(), **settings)
 
 
 def resume(

@@ -15,6 +15,7 @@ from calibrate.journal.distributed import process_group
 from calibrate.options import Options, Training
 from octet.errors import NumericsError
 from octet.recipe import Recipe
+from tests.calibrate.prompts import choose_once
 
 
 def main(origin: Path, model: Path, samples: Path, out: Path) -> None:
@@ -33,6 +34,7 @@ def main(origin: Path, model: Path, samples: Path, out: Path) -> None:
         training=Training(calibration=origin, epochs=1, learning_rate=3e-4),
     )
     patch = pytest.MonkeyPatch()
+    choose_once(patch)
     with process_group("cpu") as found:  # gloo does not begin twice in a process
         patch.setattr(pipeline, "process_group", lambda _device: nullcontext(found))
         train(options, out, patch)

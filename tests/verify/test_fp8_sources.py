@@ -50,8 +50,9 @@ class World:
     real: Tensors
 
 
-def calibrate(model: Path, samples: Path, out: Path, recipe: Recipe, **more: Any) -> Path:
-    run(Options(model=model, samples=samples, out=out, recipe=recipe, max_length=32, **more))
+def calibrate(model: Path, samples: Path, out: Path, recipe: Recipe) -> Path:
+    settings: dict[str, Any] = {"max_length": 32, "predict": False}
+    run(Options(model=model, samples=samples, out=out, recipe=recipe, **settings))
     return out
 
 

@@ -18,6 +18,7 @@ from octet.artifacts.serving_path import EXPECTED_FILE
 from octet.errors import ArtifactError, ConfigError
 from octet.model.checkpoint import Checkpoint
 from tests.calibrate.runs import batches_of, run, save_counts, with_code
+from tests.command import octet
 from tests.models import scale_tensors, write_model
 
 ROOT = Path(__file__).parents[3]
@@ -52,24 +53,24 @@ def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> No
         assert all(place.startswith(f"{tmp_path}/file") for place in places)
 
 
-def test_three_ranks_write_what_one_writes(tmp_path: Path, tiny_samples: Path) -> None:
+def test_three_ranks_write_what_one_writes(
+    tmp_path: Path, tiny_samples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     powers = {"1.self_attn.k_proj": -28, "1.self_attn.q_proj": 28}  # E5M2 does not hold these keys
     model = scale_tensors(write_model(tmp_path / "usual", "llama"), tmp_path / "model", powers)
-    arguments = ["-m", "octet", "calibrate", str(model), "--samples", str(tiny_samples)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = ["calibrate", str(model), "--samples", str(tiny_samples)]
     arguments += ["--count", "128", "--max-length", "32", "--dtype", "float32", "-o"]
     gate = ["--max-kl", "1e-6", "--held-out", str(tiny_samples)]
-    shared = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
 
-    def calibrate(start: list[str], *more: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [*start, *arguments, *more]
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-        )
+    def calibrate(*more: str) -> subprocess.CompletedProcess[str]:
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*start, "--nproc-per-node=3", "-m", "octet", *arguments, *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
-    alone = calibrate([sys.executable], str(tmp_path / "alone"))
+    alone = octet(*arguments, tmp_path / "alone")
     assert alone.returncode == 0, alone.stderr[-3000:]
-    together = calibrate(shared, str(tmp_path / "together"))
+    together = calibrate(str(tmp_path / "together"))
     assert together.returncode == 0, together.stderr[-3000:]
     written = {path.name for path in (tmp_path / "alone").iterdir()}
     assert {GOLDEN_FILE, EXPECTED_FILE, SCENARIOS_FILE} < written
@@ -79,7 +80,7 @@ def test_three_ranks_write_what_one_writes(tmp_path: Path, tiny_samples: Path) -
     manifests = [Manifest.load(tmp_path / name) for name in ("alone", "together")]
     assert manifests[0].folds == manifests[1].folds and manifests[0].folds
     assert "the last process computes golden records" in together.stderr
-    refused = calibrate(shared, str(tmp_path / "refused"), *gate)
+    refused = calibrate(str(tmp_path / "refused"), *gate)
     assert refused.returncode != 0
     assert "is not written, over --max-kl" in " ".join(refused.stderr.split())
     assert not (tmp_path / "refused").exists()

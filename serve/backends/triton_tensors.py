@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ _CONTENTS = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
 }
+_LENGTH = Struct("<I")
 _DTYPES = {
     "BOOL": "?",
     "INT32": "<i4",
@@ -129,12 +131,13 @@ def _require_few(name: str, elements: int) -> None:
 def _strings(name: str, raw: bytes) -> list[str]:
     """Decodes strings: each is a little-endian u32 length, then that many bytes."""
     strings: list[str] = []
-    at = 0
-    while at < len(raw):
-        _require_few(name, len(strings) + 1)
-        end = at + 4 + int.from_bytes(raw[at : at + 4], "little")
-        if end > len(raw):
+    at, size = 0, len(raw)
+    while at < size:
+        if len(strings) == MAX_ELEMENTS:
+            _require_few(name, MAX_ELEMENTS + 1)
+        start = at + 4
+        at = start + _LENGTH.unpack_from(raw, at)[0] if start <= size else start
+        if at > size:
             raise ValueError(f"{name} is cut off")
-        strings.append(raw[at + 4 : end].decode(errors="replace"))
-        at = end
+        strings.append(raw[start:at].decode("utf-8", "replace"))
     return strings

@@ -86,8 +86,8 @@ def calibrate(
         str | None,
         typer.Option(
             "--for",
-            help="GPUs that will serve it, h100,l40s: for them --recipe auto chooses (default: this"
-            " machine's), and all limits are measured.",
+            help="GPUs that will serve it, h100 or h100,l40s: limits are measured as they compute,"
+            " and --recipe auto chooses for them (default: this machine's).",
         ),
     ] = None,
     kv_cache: KvOption = None,
@@ -415,7 +415,10 @@ def chosen_for(
 
 
 def _measured_for(names: str | None, recipe: Recipe, *, budget: bool) -> tuple[str, ...]:
-    """Returns the schemes that all GPUs of --for run weight-only, also those of a budget."""
+    """Returns the schemes that all GPUs of --for run weight-only.
+
+    With a budget, these include the schemes that it may promote layers to.
+    """
     from octet.hardware.support import weight_only
 
     if names is None:
@@ -429,7 +432,7 @@ def _measured_for(names: str | None, recipe: Recipe, *, budget: bool) -> tuple[s
 
 
 def _more_exact_here(recipe: Recipe) -> str:
-    """Returns a hint if this machine's GPUs compute more exactly than limits are measured."""
+    """Returns a hint if vLLM rounds less on this machine's GPUs than the limits assume; or ""."""
     from octet.hardware.machine import local_devices
     from octet.hardware.support import weight_only
 

@@ -173,10 +173,10 @@ class Outcome:
         if first.measured <= first.limit.value:
             ways.append(f"{command} with more --held-out text, which narrows the bound")
         cause = self._causes()
-        options = [" ".join(f"--exclude {name}" for part in cause for name in part.linears)]
+        excluded = " ".join(f"--exclude {name}" for part in cause for name in part.linears)
+        options = [excluded] if excluded else []
         if any(not part.linears for part in cause):
             options.append("another --kv-cache")
-        options = [option for option in options if option]
         if options:
             ways.append(f"{again} with {' and '.join(options)}")
         if budget is not None:

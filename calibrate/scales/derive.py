@@ -67,8 +67,8 @@ class Quantization:
     """A recipe applied to an observed checkpoint.
 
     `histograms` are by observation. `scales` are by their name in `Calibration`; `weights` hold the
-    details of each weight's scale, by linear. Inputs of linears whose schemes are `weight_only` are
-    not rounded when it is measured (`octet.hardware.support.pattern_of`).
+    details of each weight's scale, by linear. Measurements do not round the inputs of linears whose
+    schemes are `weight_only` (`octet.hardware.support.pattern_of`).
     """
 
     checkpoint: Checkpoint
@@ -97,9 +97,10 @@ def derive_scales(
     """Derives every scale of the recipe, except `fitted` ones, to which the weights were fitted.
 
     `histograms` are by observation; their mean squares, if they have any, weight the errors of
-    4-bit weights. The model does not run. Each weight is read once or twice, or not at all if the
-    GPU of `layers`, which are the checkpoint's, holds it. Raises NumericsError for a weight that
-    holds NaN or Inf, and ConfigError for a pattern that matches nothing; both name it.
+    4-bit weights. `weight_only` is that of the result. The model does not run. Each weight is read
+    once or twice, or not at all if the GPU of `layers`, which are the checkpoint's, holds it.
+    Raises NumericsError for a weight that holds NaN or Inf, and ConfigError for a pattern that
+    matches nothing; both name it.
     """
     recipe.check_patterns(checkpoint.spec.linear_names)
 

@@ -63,7 +63,7 @@ def find_outliers(
 ) -> Outliers:
     """Returns the outliers of `excess` [n]: r less a margin, for prompts of `lengths` tokens.
 
-    The chance is 1 if there are no prompts, and may be 1 instead of any chance from `level` on.
+    The chance is 1 if there are no prompts. A chance of `level` or more may be returned as 1.
     """
     order = np.argsort(np.asarray(lengths), kind="stable")
     groups = [order, *np.array_split(order, _PARTS)]
@@ -78,7 +78,8 @@ def _worst(
 ) -> Outliers:
     """Returns the k farthest prompts of `group` for which Berk and Jones's statistic is least.
 
-    Tails whose largest term is clearly above `level` are not summed; an infinite chance if all are.
+    A tail whose largest term is clearly above `level` is not summed. If no tail is summed, the
+    chance is infinite.
     """
     count = len(group)
     ranked = [int(n) for n in sorted(group, key=lambda n: -excess[n])]

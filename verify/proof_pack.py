@@ -156,6 +156,8 @@ def _write(
     warnings: Sequence[str],
 ) -> Manifest:
     cache, written = stored.recipe.kv_cache, pair.written
+    why = prediction.expected.unprovable
+    unproven = (f"no server of this can be proven: {why}",) if why else ()
     hashed = {file.path for file in written.files.values()} | {written.path / "config.json"}
     expected = {
         item.path.label: {"low": item.low, "mean": item.mean, "high": item.high}
@@ -179,7 +181,7 @@ def _write(
             "expected_divergence": expected,
             **found,
             "predicted": True,
-            "warnings": [*warnings, *prompts.warnings],
+            "warnings": [*warnings, *prompts.warnings, *unproven],
         },
         software=software("numpy", "torch", "transformers", "tokenizers"),
     )

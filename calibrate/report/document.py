@@ -71,7 +71,7 @@ class Report:
             self.tensors,
             {name: weight.sqnr_db for name, weight in self.weights.items()},
             self.findings,
-            self.notes,
+            self._notes,
             samples=self.samples["count"],
             tokens=self.samples["tokens"],
             distinct=self.samples["distinct"],
@@ -98,7 +98,13 @@ class Report:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings passed in, then those found here; one line each."""
-        return (*self.notes, *(finding.text for finding in self.findings))
+        return (*self._notes, *(finding.text for finding in self.findings))
+
+    @property
+    def _notes(self) -> tuple[str, ...]:
+        """Warnings that are no findings."""
+        why = self.expected and self.expected.unprovable
+        return (*self.notes, f"no server of this can be proven: {why}") if why else self.notes
 
     def as_json(self) -> dict[str, Any]:
         """Returns all data for the page; infinite values (an SQNR without error) become null."""

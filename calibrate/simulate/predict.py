@@ -29,8 +29,10 @@ from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ExpectedSet, ServingPath
 from octet.model.checkpoint import Checkpoint
 from octet.progress import Spread, progress_bar
+from octet.proof.declared import declared_paths
 from octet.proof.expected_range import expectations
-from octet.proof.power import power
+from octet.proof.judge import unprovable
+from octet.proof.power import LOOKS, power
 from octet.proof.top_k import TopK, top_k_divergence
 from octet.recipe import Recipe
 
@@ -174,9 +176,21 @@ def expected_divergence(
         for step in made if rank != group.rank else ():
             found.restore(*step)
     simulated_set = found.scenarios(chosen)
-    limits = (power(golden, simulated_set, paths[0], x) for x in (FIRST, len(golden.records)))
-    known = tuple(x for x in limits if x is not None)
-    return Prediction(found.expected(paths).model_copy(update={"power": known}), simulated_set)
+    return Prediction(
+        _with_power(found.expected(paths), simulated_set, recipe, golden), simulated_set
+    )
+
+
+def _with_power(
+    expected: ExpectedSet, simulated_set: ScenarioSet, recipe: Recipe, golden: GoldenSet
+) -> ExpectedSet:
+    """Adds how small a fault is refused, or else why no server can be proven."""
+    declared = declared_paths(simulated_set, recipe, recipe.kv_cache)
+    if why := unprovable(golden, simulated_set, declared, looks=LOOKS):
+        return expected.model_copy(update={"unprovable": why})
+    path = expected.expectations[0].path
+    limits = (power(golden, simulated_set, path, x) for x in (FIRST, len(golden.records)))
+    return expected.model_copy(update={"power": tuple(x for x in limits if x is not None)})
 
 
 def _weight_only(path: ServingPath) -> ServingPath:

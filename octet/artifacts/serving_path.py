@@ -165,6 +165,8 @@ class ExpectedSet(BaseModel):
     recipe: str  # its name
     expectations: tuple[Expectation, ...]
     power: tuple[Power, ...] = ()  # of the path that a GPU takes; empty: not estimated
+    # Why no server can be proven with these golden records. Left out of the file if one can.
+    unprovable: str | None = None
 
     def find(self, path: ServingPath) -> Expectation | None:
         """Returns the expectation of `path`; None if it was not predicted."""
@@ -174,7 +176,7 @@ class ExpectedSet(BaseModel):
         (directory / EXPECTED_FILE).write_text(self.to_json(), "utf-8")
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=1) + "\n"
+        return self.model_dump_json(indent=1, exclude_none=True) + "\n"
 
     @classmethod
     def load(cls, directory: Path) -> Self:

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from octet.artifacts.golden import GoldenSet, Top
 from octet.proof.responses import Response, comparable
+from octet.proof.top_k import TopK, top_k_divergence
 
 __all__ = ["Answers", "Points"]
 
 Points = NDArray[np.float64]
+_ROUNDING = 1e-5  # relative error of probabilities from float32 log-probabilities
 _TINY = math.exp(-88)  # about the smallest normal number of float32
 
 
@@ -41,6 +43,7 @@ class Answers:
     compared: NDArray[np.bool_]  # [n, positions]
     shared: NDArray[np.bool_]  # [n, positions, tokens]: returned by both
     limit: NDArray[np.float64]  # [n, positions]: on the probability of left-out tokens
+    least: NDArray[np.float64]  # [n, positions]: probability of the least likely returned token
     served: Points
     p: NDArray[np.float64]  # [n, positions, tokens]: the reference's
 
@@ -57,7 +60,7 @@ class Answers:
         tokens = max((len(t.token_ids) for r in golden.records for t in r.tops), default=0)
         shape = (len(found), count)
         compared = np.zeros(shape, bool)
-        limit = np.zeros(shape)
+        limit, least = np.zeros(shape), np.zeros(shape)
         shared = np.zeros((*shape, tokens), bool)
         served = np.zeros((*shape, tokens + 2))
         reference = np.full((*shape, tokens), -np.inf)
@@ -65,11 +68,12 @@ class Answers:
             compared[row, positions] = True
             for j in positions:
                 at = row, j
-                top = golden.records[number].tops[j]
+                top, told = golden.records[number].tops[j], returned[number].tops[j]
                 reference[at][: len(top.logprobs)] = top.logprobs
-                shared[at], limit[at], served[at] = _outcomes(top, returned[number].tops[j], tokens)
+                shared[at], limit[at], served[at] = _outcomes(top, told, tokens)
+                least[at] = math.exp(min(told.values())) * (1 - _ROUNDING)
         records = np.array(list(found), np.int64)
-        return cls(records, compared, shared, limit, served, np.exp(reference))
+        return cls(records, compared, shared, limit, least, served, np.exp(reference))
 
     def points(self, logprobs: NDArray[np.float32]) -> Points:
         """Embeds log-probabilities [repeats, records, positions, tokens], in nats.
@@ -84,13 +88,28 @@ class Answers:
     def divergences(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Returns KL(reference ‖ `logprobs`) in nats, [repeats, n]: means over compared positions.
 
-        The outcomes are those of `octet.proof.top_k`: each shared token, all
-        tokens that the server left out together, and the rest. NaN where `points` is.
+        That is `octet.proof.top_k` of a server that answers with `logprobs`. It returns the tokens
+        that are at least as likely as the real server's least likely one, which is about as likely
+        for any server. Which tokens the real one returned does not matter: its own rounding has
+        raised them, and not those of `logprobs`. NaN where `points` is.
         """
-        p, q = (np.maximum(self._lumped(x), _TINY) for x in (self.p, self._probabilities(logprobs)))
-        found = (p * (np.log(p) - np.log(q))).sum(-1) * self.compared
-        found[:, ~self._probabilities(logprobs).any((0, 2, 3))] = np.nan
-        return np.asarray(np.maximum(found, 0.0).sum(-1) / self.compared.sum(-1))
+        q = self._probabilities(logprobs)
+        found = np.zeros(q.shape[:-1])
+        for values, repeat in zip(q, found, strict=True):
+            repeat[self.compared] = self._top_k(values[self.compared])
+        means = found.sum(-1) / self.compared.sum(-1)
+        means[:, ~q.any((0, 2, 3))] = np.nan
+        return np.asarray(means)
+
+    def _top_k(self, q: Points) -> NDArray[np.float64]:
+        """Returns the divergence at each compared position of `q` [positions, tokens]."""
+        p, least = self.p[self.compared], self.least[self.compared][:, None]
+        ids = np.arange(p.shape[1])
+        last = np.full_like(least, p.shape[1], int)  # another token, the least likely returned one
+        returned = np.concatenate([np.where(q >= least, ids, -1), last], 1)
+        logprobs = np.log(np.maximum(np.concatenate([q, least], 1), _TINY))
+        reference = TopK(np.where(p > 0, ids, -1), np.log(np.maximum(p, _TINY)))
+        return top_k_divergence(reference, TopK(returned, logprobs), least=_TINY)
 
     @property
     def reference(self) -> Points:

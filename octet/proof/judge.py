@@ -35,7 +35,7 @@ from octet.proof.responses import Response, complete, improper
 from octet.proof.verdict import Outcome, Range, Score, Verdict, range_text, sentence
 from octet.statistics import t_quantile
 
-__all__ = ["ALPHA", "BETA", "judge"]
+__all__ = ["ALPHA", "BETA", "judge", "unprovable"]
 
 ALPHA = 1e-5  # probability of refusing a conforming server, over all interim analyses of a probe
 # ln of the factor, of squared distances, by which answers must be nearer to a cause than to the
@@ -43,6 +43,7 @@ ALPHA = 1e-5  # probability of refusing a conforming server, over all interim an
 _EXPLAINED = math.log(4)
 _EXPLAINED_AT = 0.99
 _FEWEST_PROMPTS = 3  # that show a cause: two may be alike by chance
+_FLAT = 0.5  # share of a distribution: if its likeliest tokens hold less, it is called flat
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 
@@ -77,13 +78,26 @@ def judge(
     if scenarios is None or comparison is None or not comparison.conforming:
         verdict = by_bound(measured, declared, bound, count, level=ALPHA / looks)
     else:
-        whole = Comparison.whole(golden, scenarios, declared.paths)
+        whole = Comparison.shown(golden, scenarios, declared.paths)
         verdict = _Judgement(scenarios, comparison, whole, declared, measured, looks).verdict()
     partial = sum(not complete(golden.records[x.record], x) for x in responses)
     if verdict.outcome == "as_expected" and partial > len(responses) * _INCOMPLETE:
         why = f"{partial} of {len(responses)} answers end early or leave out log-probabilities"
         return replace(verdict, outcome="inconclusive", reason=f"inconclusive: {why}")
     return verdict
+
+
+def unprovable(
+    golden: GoldenSet, scenarios: ScenarioSet, declared: Declared, *, looks: int = 1
+) -> str | None:
+    """Returns why no server as `declared` can be proven, whatever it answers; None if one can.
+
+    Other arguments are as for `judge`.
+    """
+    whole = Comparison.shown(golden, scenarios, declared.paths)
+    if not whole.conforming:  # a bound decides
+        return None
+    return _Judgement(scenarios, whole, whole, declared, measure(golden, ()), looks).unprovable
 
 
 def _with_invalid(measured: Measure, defects: Sequence[str], count: int) -> Verdict:
@@ -121,9 +135,12 @@ class _Judgement:
         self._absent = [h for h in visible if h not in comparison.candidates]
 
     def verdict(self) -> Verdict:
-        cause, outcome = self._refusal()
         expected = self._expected()
-        doubt = None if cause is not None else self._doubt(expected)
+        cause, doubt = None, self.unprovable
+        outcome: Outcome = "inconclusive"
+        if doubt is None:
+            cause, outcome = self._refusal()
+            doubt = None if cause is not None else self._doubt(expected)
         if doubt is not None:
             outcome = "inconclusive"
         against = f"where {range_text(expected)} is expected of {self._declared.label}"
@@ -140,6 +157,29 @@ class _Judgement:
             hidden=tuple(h.label for h in self._comparison.others if h not in self._visible),
             reason=reason,
         )
+
+    @property
+    def unprovable(self) -> str | None:
+        """Why the answers can prove nothing: most faults are not visible. None if most are.
+
+        Such a server is not refused either: the tests' error rates were not measured there.
+        """
+        faults = [h for h in self._whole.others if h.fault is not None]
+        visible = sum(h.fault is not None for h in self._visible + self._absent)
+        if 2 * visible >= len(faults):
+            return None
+        answers = self._whole.answers
+        held = float(answers.p.sum(-1)[answers.compared].mean())
+        text = (
+            f"the log-probabilities that a server returns cannot tell {len(faults) - visible} of"
+            f" {len(faults)} simulated faults from rounding"
+        )
+        if held < _FLAT:
+            text += (
+                f": the likeliest {answers.p.shape[-1]} tokens hold {held:.1%} of the next-token"
+                " distribution, which is nearly uniform, as with random weights"
+            )
+        return f"{text}; use a trained model or another recipe, or serve with --no-proof"
 
     def _is_visible(self, other: Scenario) -> bool:
         """Returns whether all prompts suffice to tell `other` from a conforming server."""

@@ -4,7 +4,7 @@ A scenario is a `Scenario`; `octet.proof.judge` turns the scores into a verdict.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from octet.artifacts.golden import GoldenSet
+from octet.artifacts.golden import GoldenSet, Top
 from octet.artifacts.scenarios import Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.hellinger import Answers, Points
@@ -72,6 +72,23 @@ class Comparison:
             for n, record in enumerate(golden.records)
         ]
         return cls.of(golden, scenarios, conforming, perfect)
+
+    @classmethod
+    def shown(
+        cls, golden: GoldenSet, scenarios: ScenarioSet, conforming: Sequence[ServingPath]
+    ) -> Self:
+        """Builds the comparison on what a conforming server shows of all golden records.
+
+        Those are the reference's log-probabilities, of the tokens and at the positions that such a
+        server returns (`_shown`).
+        """
+        shown = [
+            Response(n, record.continuation_token_ids, tuple(_shown(record.tops, returned)))
+            for n, (record, returned) in enumerate(
+                zip(golden.records, _returned(golden, scenarios, conforming), strict=True)
+            )
+        ]
+        return cls.of(golden, scenarios, conforming, shown)
 
     @cached_property
     def noise(self) -> Noise:
@@ -243,6 +260,36 @@ class Comparison:
     def _floored(self, squared: Values) -> Values:
         """Raises squared distances to the error of float32 log-probabilities."""
         return np.asarray(np.maximum(squared, self.noise.least))
+
+
+def _returned(
+    golden: GoldenSet, scenarios: ScenarioSet, conforming: Sequence[ServingPath]
+) -> Sequence[Sequence[Sequence[float]]]:
+    """Returns log-probabilities [records][positions][tokens] of a conforming server.
+
+    They are the reference's own if none was simulated.
+    """
+    found = [x for h, x in scenarios.logprobs.items() if h.fault is None and h.path in conforming]
+    if not found:
+        return [[top.logprobs for top in record.tops] for record in golden.records]
+    answers: list[list[list[float]]] = found[0][0].tolist()
+    return answers
+
+
+def _shown(tops: Sequence[Top], returned: Sequence[Sequence[float]]) -> Iterator[dict[int, float]]:
+    """Yields what of `tops` a server shows that gives their tokens `returned` [positions][tokens].
+
+    It returns as many tokens as they are, so about those that are as likely as the last of `tops`.
+    The positions end where it leaves the golden continuation.
+    """
+    for top, mine in zip(tops, returned, strict=False):
+        values = [x if x == x else -math.inf for x in mine[: len(top.logprobs)]]
+        greedy = values.index(max(values))
+        kept = [x >= min(top.logprobs) or n == greedy for n, x in enumerate(values)]
+        pairs = zip(top.token_ids, top.logprobs, kept, strict=True)
+        yield {token: logprob for token, logprob, keep in pairs if keep}
+        if greedy:
+            return
 
 
 def _margin(candidate: Candidate) -> float:

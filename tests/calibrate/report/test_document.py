@@ -66,6 +66,14 @@ def test_what_was_predicted_is_known() -> None:
     ]
 
 
+def test_a_model_that_cannot_be_proven_is_a_warning() -> None:
+    why = "20 tokens hold 1.2% of it"
+    expected = predicted().model_copy(update={"unprovable": why})
+    report = replace(make_report("nvfp4"), expected=expected)
+    assert report.warnings[-1] == f"no server of this can be proven: {why}"
+    assert "1 warning to read before export" in report.summary.title
+
+
 def predicted() -> ExpectedSet:
     expected = Expectation(
         path=ServingPath(kv_cache="e5m2"), prompts=64, low=0.01, mean=0.02, high=0.03

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from octet.proof.divergence import divergences
 from octet.proof.hellinger import Answers
 from octet.proof.noise import distance
 from tests.octet.proof.worlds import HONEST, TOLD, World, log_softmax, make_world
@@ -39,6 +40,17 @@ def test_small_distances_are_twice_the_divergence() -> None:
     (kl,) = answers.divergences(golden_tokens(WORLD, logprobs))
     squared = distance(answers.served, answers.reference) / answers.compared.sum(1)
     np.testing.assert_allclose(squared, 2 * kl, rtol=0.1)
+
+
+@pytest.mark.parametrize("told", [1, 3, 5, 20])
+@pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
+def test_the_expected_divergence_is_what_is_measured(told: int, size: float) -> None:
+    """Of a server that answers what was simulated, also where it leaves likely tokens out."""
+    logprobs = near(WORLD, size)
+    responses = WORLD.responses(logprobs, told)
+    (expected,) = Answers.of(WORLD.golden, responses).divergences(golden_tokens(WORLD, logprobs))
+    measured = [x.mean() for x in divergences(WORLD.golden, responses)]
+    np.testing.assert_allclose(expected, measured, rtol=1e-4, atol=1e-5)
 
 
 def test_less_told_never_makes_a_distance_longer() -> None:

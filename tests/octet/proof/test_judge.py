@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from octet.artifacts.scenarios import Fault, Scenario, ScenarioSet
 from octet.artifacts.serving_path import ServingPath
 from octet.proof.declared import Declared, declared_paths
-from octet.proof.judge import judge
+from octet.proof.judge import judge, unprovable
 from octet.proof.responses import Response
 from octet.proof.verdict import Verdict
 from octet.recipe import PRESETS
@@ -28,6 +28,7 @@ from tests.octet.proof.worlds import (
     TOLD,
     World,
     log_softmax,
+    make_flat_world,
     make_world,
 )
 
@@ -345,3 +346,37 @@ def test_nothing_visible_is_admitted_however_few_prompts_were_asked(truth: Scena
         for count in (4, 8, 16):
             found = judge(world.golden, scenarios, declared, answers[:count], looks=3)
             assert found.outcome != "as_expected", (seed, count, found.reason)
+
+
+@pytest.mark.parametrize("rounding", [1.0, 4.0])
+def test_the_expected_range_is_that_of_answers_that_leave_likely_tokens_out(
+    rounding: float,
+) -> None:
+    """In a flat distribution rounding decides which 20 of many tokens are the likeliest."""
+    found = []
+    for seed in range(6):
+        world = make_flat_world(seed, rounding)
+        answers = world.server(HONEST, seed)
+        told = verdict(world, seed, answers)
+        assert told.outcome == "as_expected" and told.expected is not None, told.reason
+        found.append(told.measure.kl_mean / told.expected.mean)
+    assert 0.8 < np.mean(found) < 1.25, found
+
+
+def test_a_distribution_too_flat_to_show_faults_is_named() -> None:
+    """Nobody is proven or refused there, right or wrong, after however many prompts."""
+    for truth in (HONEST, BARE, HALVED):
+        world = make_flat_world(0, rounding=30.0)
+        found = verdict(world, 0, world.server(truth, 0))
+        assert found.outcome == "inconclusive" and found.cause is None
+        assert "cannot tell 3 of 3 simulated faults from rounding: the likeliest 20" in found.reason
+        assert "nearly uniform, as with random weights; use a trained model" in found.reason
+
+
+def test_what_cannot_be_proven_is_known_before_a_server_answers() -> None:
+    for world, known in ((make_world(0), False), (make_flat_world(0, rounding=30.0), True)):
+        scenarios = world.scenarios(0, fault_records=FAULT_RECORDS)
+        declared = declared_paths(scenarios, RECIPE, "e5m2")
+        why = unprovable(world.golden, scenarios, declared, looks=3)
+        assert (why is not None) == known
+        assert unprovable(world.golden, scenarios, replace(declared, paths=())) is None

@@ -43,7 +43,7 @@ ALPHA = 1e-5  # probability of refusing a conforming server, over all interim an
 _EXPLAINED = math.log(4)
 _EXPLAINED_AT = 0.99
 _FEWEST_PROMPTS = 3  # that show a cause: two may be alike by chance
-_FLAT = 0.5  # share of a distribution: if its likeliest tokens hold less, it is called flat
+_FLAT = 0.5  # share of a distribution that its likeliest tokens hold, below which it is flat
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 
@@ -160,26 +160,23 @@ class _Judgement:
 
     @property
     def unprovable(self) -> str | None:
-        """Why the answers can prove nothing: most faults are not visible. None if most are.
+        """Why the answers can prove nothing; None if they can.
 
-        Such a server is not refused either: the tests' error rates were not measured there.
+        So it is if the distribution is flat, and most faults are not visible. Such a server is not
+        refused either: the tests' error rates were not measured there.
         """
-        faults = [h for h in self._whole.others if h.fault is not None]
-        visible = sum(h.fault is not None for h in self._visible + self._absent)
-        if 2 * visible >= len(faults):
-            return None
         answers = self._whole.answers
         held = float(answers.p.sum(-1)[answers.compared].mean())
-        text = (
-            f"the log-probabilities that a server returns cannot tell {len(faults) - visible} of"
-            f" {len(faults)} simulated faults from rounding"
+        faults = [h for h in self._whole.others if h.fault is not None]
+        hidden = len(faults) - sum(h.fault is not None for h in self._visible + self._absent)
+        if held >= _FLAT or 2 * hidden <= len(faults):
+            return None
+        return (
+            f"the model's next-token distribution is nearly uniform, as with random weights: its"
+            f" likeliest {answers.p.shape[-1]} tokens hold {held:.1%}, so a server's"
+            f" log-probabilities cannot tell {hidden} of {len(faults)} simulated faults from"
+            " rounding; use a trained model, or serve with --no-proof"
         )
-        if held < _FLAT:
-            text += (
-                f": the likeliest {answers.p.shape[-1]} tokens hold {held:.1%} of the next-token"
-                " distribution, which is nearly uniform, as with random weights"
-            )
-        return f"{text}; use a trained model or another recipe, or serve with --no-proof"
 
     def _is_visible(self, other: Scenario) -> bool:
         """Returns whether all prompts suffice to tell `other` from a conforming server."""

@@ -89,7 +89,8 @@ class RayCluster(Server):
         ]
 
     def environment(self) -> dict[str, str]:
-        return environment()
+        # By default Ray gives its HTTP proxy five seconds to start, and then kills it.
+        return environment() | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
 
     def deploy(self, config: Path) -> "subprocess.CompletedProcess[str]":
         began = time.monotonic()

@@ -156,8 +156,6 @@ def _write(
     warnings: Sequence[str],
 ) -> Manifest:
     cache, written = stored.recipe.kv_cache, pair.written
-    why = prediction.expected.unprovable
-    unproven = (f"no server of this can be proven: {why}",) if why else ()
     hashed = {file.path for file in written.files.values()} | {written.path / "config.json"}
     expected = {
         item.path.label: {"low": item.low, "mean": item.mean, "high": item.high}
@@ -181,7 +179,7 @@ def _write(
             "expected_divergence": expected,
             **found,
             "predicted": True,
-            "warnings": [*warnings, *prompts.warnings, *unproven],
+            "warnings": [*warnings, *prompts.warnings, *prediction.expected.warnings],
         },
         software=software("numpy", "torch", "transformers", "tokenizers"),
     )

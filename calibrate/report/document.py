@@ -102,9 +102,8 @@ class Report:
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        """Warnings that are no findings."""
-        why = self.expected and self.expected.unprovable
-        return (*self.notes, f"no server of this can be proven: {why}") if why else self.notes
+        """Returns warnings that are no findings."""
+        return self.notes if self.expected is None else (*self.notes, *self.expected.warnings)
 
     def as_json(self) -> dict[str, Any]:
         """Returns all data for the page; infinite values (an SQNR without error) become null."""

@@ -168,6 +168,12 @@ class ExpectedSet(BaseModel):
     # Why no server can be proven with these golden records. Left out of the file if one can.
     unprovable: str | None = None
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        if self.unprovable is None:
+            return ()
+        return (f"no server of this model can be proven: {self.unprovable}",)
+
     def find(self, path: ServingPath) -> Expectation | None:
         """Returns the expectation of `path`; None if it was not predicted."""
         return next((x for x in self.expectations if x.path == path), None)

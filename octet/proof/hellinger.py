@@ -88,10 +88,10 @@ class Answers:
     def divergences(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Returns KL(reference ‖ `logprobs`) in nats, [repeats, n]: means over compared positions.
 
-        That is `octet.proof.top_k` of a server that answers with `logprobs`. It returns the tokens
-        that are at least as likely as the real server's least likely one, which is about as likely
-        for any server. Which tokens the real one returned does not matter: its own rounding has
-        raised them, and not those of `logprobs`. NaN where `points` is.
+        Computes what `octet.proof.top_k` would measure of a server with `logprobs`. Such a server
+        is taken to return the tokens that are as likely as the least likely one of the real answer.
+        Its tokens are not those of the real answer, whose own rounding has raised them. NaN where
+        `points` is.
         """
         q = self._probabilities(logprobs)
         found = np.zeros(q.shape[:-1])

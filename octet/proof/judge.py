@@ -160,10 +160,10 @@ class _Judgement:
 
     @property
     def unprovable(self) -> str | None:
-        """Why the answers can prove nothing; None if they can.
+        """Returns why the answers can prove nothing; None if they can.
 
-        So it is if the distribution is flat, and most faults are not visible. Such a server is not
-        refused either: the tests' error rates were not measured there.
+        They cannot where the distribution is flat and most faults are not visible. No server is
+        refused there either, because the tests' error rates were not measured there.
         """
         answers = self._whole.answers
         held = float(answers.p.sum(-1)[answers.compared].mean())
@@ -172,7 +172,7 @@ class _Judgement:
         if held >= _FLAT or 2 * hidden <= len(faults):
             return None
         return (
-            f"the model's next-token distribution is nearly uniform, as with random weights: its"
+            "the model's next-token distribution is nearly uniform, as with random weights: its"
             f" likeliest {answers.p.shape[-1]} tokens hold {held:.1%}, so a server's"
             f" log-probabilities cannot tell {hidden} of {len(faults)} simulated faults from"
             " rounding; use a trained model, or serve with --no-proof"

@@ -79,8 +79,8 @@ class Comparison:
     ) -> Self:
         """Builds the comparison on what a conforming server shows of all golden records.
 
-        Those are the reference's log-probabilities, of the tokens and at the positions that such a
-        server returns (`_shown`).
+        Its answers have the reference's log-probabilities, but only for the tokens and positions
+        that a simulated server returns.
         """
         shown = [
             Response(n, record.continuation_token_ids, tuple(_shown(record.tops, returned)))
@@ -277,10 +277,11 @@ def _returned(
 
 
 def _shown(tops: Sequence[Top], returned: Sequence[Sequence[float]]) -> Iterator[dict[int, float]]:
-    """Yields what of `tops` a server shows that gives their tokens `returned` [positions][tokens].
+    """Yields, for each position, the part of `tops` that a server shows.
 
-    It returns as many tokens as they are, so about those that are as likely as the last of `tops`.
-    The positions end where it leaves the golden continuation.
+    `returned` [positions][tokens] are the server's log-probabilities of the tokens of `tops`. It is
+    taken to return a token if it finds it as likely as the reference finds the last of `tops`. The
+    positions end where the server leaves the golden continuation.
     """
     for top, mine in zip(tops, returned, strict=False):
         values = [x if x == x else -math.inf for x in mine[: len(top.logprobs)]]

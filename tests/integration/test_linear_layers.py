@@ -119,7 +119,7 @@ def transformer_engine(available: str) -> tuple[Any, Any]:
 
     can, why = getattr(te, available)(return_reason=True)
     if not can:
-        pytest.skip(why)
+        pytest.skip(f"{why} There: pytest -m gpu tests/integration/test_linear_layers.py")
     return te, recipes
 
 

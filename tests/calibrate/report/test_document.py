@@ -70,7 +70,7 @@ def test_a_model_that_cannot_be_proven_is_a_warning() -> None:
     why = "20 tokens hold 1.2% of it"
     expected = predicted().model_copy(update={"unprovable": why})
     report = replace(make_report("nvfp4"), expected=expected)
-    assert report.warnings[-1] == f"no server of this can be proven: {why}"
+    assert report.warnings[-1] == f"no server of this model can be proven: {why}"
     assert "1 warning to read before export" in report.summary.title
 
 

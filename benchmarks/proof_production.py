@@ -31,7 +31,6 @@ from octet.artifacts.calibration import Calibration
 from octet.errors import OctetError
 from serve.vllm.server import VllmServer
 
-MEMORY = ("--gpu-memory-utilization", "0.5")
 LONG = 24_000  # characters, 6,000 to 8,000 tokens
 
 
@@ -71,6 +70,7 @@ def main() -> None:
     parser.add_argument("--vllm", default="vllm")
     parser.add_argument("--only", default="", help="starts whose name this pattern is found in")
     parser.add_argument("--seconds", type=float, default=600, help="that a start may take")
+    parser.add_argument("--memory", type=float, default=0.5, help="of the GPU, for a server")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def rows_of(
     """Starts a server, and yields a row for each load that it is proven under."""
     began = time.perf_counter()
     log = logs / f"{STARTS.index(start)}.log"
-    words = [*MEMORY, *start.options]
+    words = ["--gpu-memory-utilization", str(options.memory), *start.options]
     server = VllmServer(checkpoint, log=log, command=options.vllm, options=words)
     golden = checkpoint if start.kv else options.calibration
     try:

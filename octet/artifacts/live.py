@@ -17,7 +17,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +42,8 @@ _LARGEST = 1 << 30  # bytes of a file
 _PARTIAL = ".partial"
 _STALE_S = 600.0  # age at which a partial file is removed: writing takes seconds
 _NAME = re.compile(r"[0-9a-f]{1,64}-\d+-\d+\.safetensors")
+
+ReadCounts = Callable[[], Mapping[str, NDArray[np.int64]]]
 
 log = logging.getLogger(__name__)
 
@@ -138,19 +140,20 @@ class LiveCounts:
         """Returns True if a counted step of `tokens` tokens would end the window."""
         return self._tokens + tokens >= self.options.window_tokens
 
-    def end_step(self, tokens: int) -> bool:
+    def end_step(self, tokens: int, read: ReadCounts | None = None) -> bool:
         """Ends a counted step of `tokens` tokens; returns True if it ended the window.
 
-        Another thread writes a window while the next one is counted.
+        Another thread writes a window while the next one is counted. If a window's counts were not
+        added, it calls `read`, which returns them by observation.
         """
         self._tokens += tokens
         self._steps += 1
         self.counted_tokens += tokens
-        return self.ends_with(0) and self.flush()
+        return self.ends_with(0) and self.flush(read)
 
-    def flush(self) -> bool:
+    def flush(self, read: ReadCounts | None = None) -> bool:
         """Ends the window, if anything was counted in it."""
-        if not self._tokens or not self._counts:
+        if not self._tokens or not (self._counts or read):
             return False
         record = LiveRecord(
             calibration=self._exported.calibration or "",
@@ -168,7 +171,7 @@ class LiveCounts:
         self._number += 1
         self.close()  # one is written at a time
         self._writing = threading.Thread(
-            target=self._write, args=(record, self._counts), name="octet-live", daemon=True
+            target=self._write, args=(record, self._counts, read), name="octet-live", daemon=True
         )
         self._writing.start()
         self._clear()
@@ -179,7 +182,11 @@ class LiveCounts:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(self, record: LiveRecord, counts: Mapping[str, NDArray[np.int64]]) -> None:
+    def _write(
+        self, record: LiveRecord, counts: Mapping[str, NDArray[np.int64]], read: ReadCounts | None
+    ) -> None:
+        if read is not None:
+            counts = read()
         name = f"{record.engine}-{record.rank}-{record.number}{_SUFFIX}"
         directory = self.options.directory
         beside = directory / f".{name}{_PARTIAL}"

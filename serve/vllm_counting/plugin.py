@@ -1,10 +1,11 @@
 """Hooks the linear layers and attention of a vLLM worker, and counts what they get.
 
-Each step of a worker is counted or not. An eager model has hooks in counted steps alone. Compiled
-code does not run Python hooks, so there an operator takes their place, which does nothing in other
-steps. A CUDA graph records what an operator launches while it is captured, which is nothing: a
-counted step runs without graphs, and all others as they would without this plugin. The first step
-is always counted. If it misses a tensor, the worker raises, rather than serve on and count nothing.
+Each step of a worker is counted or not. In a counted step, and in no other, modules have hooks.
+Compiled code does not run hooks, so a counted step runs the model uncompiled. A CUDA graph replays
+what was launched while it was captured: vLLM captures its graphs a second time, with hooks, and
+counted steps replay these. So all other steps are as they would be without this plugin. The first
+step is always counted. If a counted step misses a tensor, the worker raises, rather than serve on
+and count too little.
 
 Of a step, at most `_ROWS` tokens are counted, evenly spaced.
 """
@@ -13,18 +14,23 @@ Of a step, at most `_ROWS` tokens are counted, evenly spaced.
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octet.artifacts.live import Counting, LiveCounts
 from octet.artifacts.manifest import Manifest
 from octet.errors import ConfigError
 from octet.model.spec import ModelSpec
 from octet.numerics.counting import BINS
+
+with suppress(ImportError):  # vLLM brings Triton for GPUs
+    from serve.vllm_counting.count_rows import count_rows, in_order
 
 __all__ = ["WorkerCounts", "observed_modules", "patch_workers"]
 
@@ -43,92 +49,100 @@ class WorkerCounts:
     """The counts of one worker: int64 [observations, 32768] on its device, and its files."""
 
     def __init__(
-        self, live: LiveCounts, modules: Mapping[str, tuple[str, ...]], device: torch.device
+        self, live: LiveCounts, model: Any, observed: Mapping[str, tuple[str, ...]], device: Any
     ) -> None:
-        """`modules` has the observations of each hooked module, see `observed_modules`."""
-        names = sorted({name for observed in modules.values() for name in observed})
+        """Counts what `observed_modules` found in `model`."""
         self.live = live
-        self.modules = {
-            module: tuple(names.index(name) for name in observed)
-            for module, observed in modules.items()
-        }
-        self.eager: list[tuple[torch.nn.Module, _Hook]] = []  # hooked in counted steps alone
-        self._names = names
-        self._counts = torch.zeros(len(names), BINS, dtype=torch.int64, device=device)
-        self._tokens = 0  # of the counted step; 0: this step is not counted
+        self.active = False  # hooks are in place
+        self.seen: set[int] = set()  # what the counted step has counted so far
+        self._names = sorted({name for names in observed.values() for name in names})
+        modules = dict(model.named_modules())
+        self._hooks = [
+            (modules[module], self._hook([self._names.index(name) for name in names]))
+            for module, names in observed.items()
+        ]
+        self._compiled = [
+            module for module in modules.values() if not getattr(module, "do_not_compile", True)
+        ]
+        self._counts = torch.zeros(len(self._names), BINS, dtype=torch.int64, device=device)
+        self._tokens = 0  # of the counted step
+        self._limit = torch.zeros(1, dtype=torch.int32, device=device)  # the same, for kernels
         self._checked = False
 
-    @property
-    def active(self) -> bool:
-        return self._tokens > 0
-
-    def begin(self, tokens: int) -> bool:
-        """Begins a step of `tokens` tokens; returns True if it is counted."""
-        if tokens > 0 and (self.live.begin_step() or not self._checked):
-            self._tokens = tokens
-        return self.active
+    def counts(self, tokens: int) -> bool:
+        """Returns True if the step of `tokens` tokens that begins is counted."""
+        return tokens > 0 and (self.live.begin_step() or not self._checked)
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Hooks the modules of an eager model. A hook that does nothing costs 3 µs a module."""
-        handles = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self.eager
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def counting(self, tokens: int) -> Iterator[None]:
+        """Runs the model uncompiled and with hooks, which count its first `tokens` tokens."""
+        self.seen = set()
+        self._tokens = tokens
+        self._limit.fill_(tokens)
+        with ExitStack() as stack:
+            for module, hook in self._hooks:
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            for module in self._compiled:
+                module.do_not_compile = True
+                stack.callback(setattr, module, "do_not_compile", False)
+            self.active = True
+            try:
+                yield
+            finally:
+                self.active = False
 
-    def add(self, index: int, x: torch.Tensor) -> None:
+    def _hook(self, indices: list[int]) -> Callable[..., None]:
+        first = len(indices) - 1  # attention gets the query before key and value
+
+        def hook(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            for index, x in zip(indices, [*given, *named.values()][first:], strict=False):
+                self._add(index, x)
+
+        return hook
+
+    def _add(self, index: int, x: torch.Tensor) -> None:
         """Counts `x` [tokens or more, ...]: rows beyond the step's tokens are padding."""
-        rows = x[: self._tokens : -(-self._tokens // _ROWS)]
-        codes = rows if rows.dtype == torch.float16 else rows.to(torch.bfloat16)
-        bins = (codes.contiguous().view(torch.int16).flatten() & 0x7FFF).long()
+        self.seen.add(index)
+        if x.dtype not in (torch.float16, torch.bfloat16):
+            x = x.to(torch.bfloat16)
+        if x.is_cuda:
+            count_rows(x, self._counts[index], self._limit, _ROWS)
+            return
+        rows = x[: self._tokens : max(1, -(-self._tokens // _ROWS))]
+        bins = (rows.contiguous().view(torch.int16).flatten() & 0x7FFF).long()
         self._counts[index].scatter_add_(0, bins, torch.ones_like(bins))
 
-    def abandon(self) -> None:
-        """Leaves a counted step that failed."""
-        self._tokens = 0
-
     def end(self) -> None:
-        """Ends a counted step. Raises RuntimeError if the first one missed a tensor."""
-        tokens, self._tokens = self._tokens, 0
-        if not self._checked:
-            counted = self._counts.any(dim=1).tolist()
-            missed = [name for name, some in zip(self._names, counted, strict=True) if not some]
-            if missed:
-                raise RuntimeError(
-                    f"Octet counted nothing of {len(missed)} tensors, {missed[0]} first, as this"
-                    f" vLLM runs the model: start it with --enforce-eager, or unset {DIRECTORY}"
-                )
-            self._checked = True
-        rows = -(-tokens // -(-tokens // _ROWS))
-        if self.live.ends_with(rows):
-            for name, counts in zip(self._names, self._counts.cpu().numpy(), strict=True):
-                self.live.add(name, counts)
-            self._counts.zero_()
-        self.live.end_step(rows)
+        """Ends a counted step. Raises RuntimeError if it missed a tensor."""
+        missed = [name for index, name in enumerate(self._names) if index not in self.seen]
+        if missed:
+            raise RuntimeError(
+                f"Octet counted nothing of {len(missed)} tensors, {missed[0]} first, as this"
+                f" vLLM runs the model: start it with --enforce-eager, or unset {DIRECTORY}"
+            )
+        self._checked = True
+        rows = -(-self._tokens // -(-self._tokens // _ROWS))
+        self.live.end_step(rows, self._take() if self.live.ends_with(rows) else None)
+
+    def _take(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
+        """Returns what reads the counts so far, in another thread, and counts from 0 again."""
+        if self._counts.is_cuda:
+            counts, counted = in_order(self._counts), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            counted.record()
+        else:
+            counts, counted = self._counts.clone(), None
+        self._counts.zero_()
+
+        def read() -> dict[str, NDArray[np.int64]]:
+            if counted is not None:
+                counted.synchronize()
+            return dict(zip(self._names, counts.cpu().numpy(), strict=True))
+
+        return read
 
 
 _worker: WorkerCounts | None = None  # of this process
-
-
-def _count(x: torch.Tensor, state: torch.Tensor, index: int) -> None:
-    if _worker is not None and _worker.active:
-        _worker.add(index, x)
-
-
-def _count_nothing(x: torch.Tensor, state: torch.Tensor, index: int) -> None:
-    pass
-
-
-# `torch.library.custom_op` would take 20 µs a call instead of 5, in steps without a CUDA graph.
-# A compiler would drop an operator that changes nothing, so it is said to change `state`.
-_OPERATOR = "octet::count_activations"
-torch.library.define(_OPERATOR, "(Tensor x, Tensor(a!) state, int index) -> ()")
-torch.library.impl(_OPERATOR, "CompositeExplicitAutograd", _count)
-torch.library.register_fake(_OPERATOR, _count_nothing)
 
 
 def observed_modules(spec: ModelSpec, modules: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -158,35 +172,6 @@ def observed_modules(spec: ModelSpec, modules: Mapping[str, Any]) -> dict[str, t
     return found
 
 
-def attach(model: Any, counts: WorkerCounts, device: torch.device, eager: bool) -> None:
-    """Hooks the modules of `model`, before anything compiles it; if `eager`, in counted steps."""
-    modules = dict(model.named_modules())
-    for name, indices in counts.modules.items():
-        if eager:
-            counts.eager.append((modules[name], _Hook(indices)))
-            continue
-        modules[name].register_buffer(
-            "octet_state", torch.zeros(1, device=device), persistent=False
-        )
-        modules[name].register_forward_pre_hook(_Hook(indices), with_kwargs=True)
-
-
-class _Hook:
-    """Counts the inputs of a module: the only one of a linear layer, the last two of attention."""
-
-    def __init__(self, indices: tuple[int, ...]) -> None:
-        self._indices = indices
-
-    def __call__(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tensors = [*given, *named.values()]
-        first = len(self._indices) - 1  # attention gets the query before key and value
-        for index, x in zip(self._indices, tensors[first:], strict=False):
-            if torch.compiler.is_compiling():
-                torch.ops.octet.count_activations(x, module.octet_state, index)
-            elif _worker is not None and _worker.active:
-                _worker.add(index, x)
-
-
 def options_of(environment: Mapping[str, str]) -> Counting:
     """Reads the options from environment variables. Raises ConfigError for no positive integer."""
     numbers = []
@@ -200,14 +185,16 @@ def options_of(environment: Mapping[str, str]) -> Counting:
 
 def patch_workers() -> None:
     """Makes vLLM's workers count. Must run before they load a model."""
-    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.forward_context import is_forward_context_available
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
     if hasattr(Worker, "octet_counts"):
         return
-    os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"  # it would bring code without the operator
     Worker.octet_counts = None
-    load, execute, dispatch = Worker.load_model, Worker.execute_model, CudagraphDispatcher.dispatch
+    load, execute = Worker.load_model, Worker.execute_model
+    capture, run = GPUModelRunner.capture_model, CUDAGraphWrapper.__call__
 
     @functools.wraps(load)
     def load_model(worker: Any, *given: Any, **named: Any) -> Any:
@@ -217,32 +204,50 @@ def patch_workers() -> None:
 
     @functools.wraps(execute)
     def execute_model(worker: Any, scheduled: Any, *given: Any, **named: Any) -> Any:
-        if _worker is None or not _worker.begin(scheduled.total_num_scheduled_tokens):
+        tokens = scheduled.total_num_scheduled_tokens
+        if _worker is None or not _worker.counts(tokens):
             return execute(worker, scheduled, *given, **named)
-        try:
-            with _worker.hooked():
-                result = execute(worker, scheduled, *given, **named)
-        except BaseException:
-            _worker.abandon()
-            raise
+        with _worker.counting(tokens):
+            result = execute(worker, scheduled, *given, **named)
         _worker.end()
         return result
 
-    @functools.wraps(dispatch)
-    def without_graph(self: Any, num_tokens: int, *given: Any, **named: Any) -> Any:
-        if _worker is not None and _worker.active:
-            named = {"valid_modes": frozenset({_no_graph()})}
-            given = ()
-        return dispatch(self, num_tokens, *given, **named)
+    @functools.wraps(capture)
+    def capture_model(runner: Any) -> int:
+        size = int(capture(runner))
+        if _worker is None:
+            return size
+        with _worker.counting(0):
+            return size + int(capture(runner))
+
+    @functools.wraps(run)
+    def run_graph(wrapper: Any, *given: Any, **named: Any) -> Any:
+        if _worker is None or not _worker.active or not is_forward_context_available():
+            return run(wrapper, *given, **named)
+        with _graphs_that_count(wrapper, _worker):
+            return run(wrapper, *given, **named)
 
     Worker.load_model, Worker.execute_model = load_model, execute_model
-    CudagraphDispatcher.dispatch = without_graph
+    GPUModelRunner.capture_model, CUDAGraphWrapper.__call__ = capture_model, run_graph
 
 
-def _no_graph() -> Any:
-    from vllm.config import CUDAGraphMode
+@contextmanager
+def _graphs_that_count(wrapper: Any, worker: WorkerCounts) -> Iterator[None]:
+    """Gives a wrapper of vLLM the CUDA graphs that count, and notes which tensors they count."""
+    from vllm.forward_context import get_forward_context
 
-    return CUDAGraphMode.NONE
+    graphs: dict[Any, Any] = vars(wrapper).setdefault("octet_graphs", {})
+    counted: dict[Any, frozenset[int]] = vars(wrapper).setdefault("octet_counted", {})
+    others, wrapper.concrete_cudagraph_entries = wrapper.concrete_cudagraph_entries, graphs
+    worker.seen = set()
+    try:
+        yield
+    finally:
+        wrapper.concrete_cudagraph_entries = others
+    graph = get_forward_context().batch_descriptor
+    if worker.seen:  # hooks do not run in a replay
+        counted[graph] = frozenset(worker.seen)
+    worker.seen |= counted.get(graph, frozenset())
 
 
 def start(worker: Any) -> None:
@@ -262,5 +267,4 @@ def start(worker: Any) -> None:
     replica = getattr(config.parallel_config, "data_parallel_index", 0)
     engine = f"{replica}.{config.instance_id}".encode().hex()[:64]
     live = LiveCounts(options_of(os.environ), manifest, engine=engine, rank=worker.rank)
-    _worker = WorkerCounts(live, observed, worker.device)
-    attach(model, _worker, worker.device, bool(config.model_config.enforce_eager))
+    _worker = WorkerCounts(live, model, observed, worker.device)

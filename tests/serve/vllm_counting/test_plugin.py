@@ -69,11 +69,39 @@ class Vllm:
     """What the plugin knows of vLLM."""
 
     def __init__(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-        self.graphs: list[str] = []  # how each step was dispatched
+        self.replayed: list[str] = []  # the graph of each step that had one
+        context = SimpleNamespace(batch_descriptor=None)
 
-        class Dispatcher:
-            def dispatch(self, num_tokens: int, valid_modes: Any = None) -> str:
-                return "graph" if valid_modes is None else ",".join(valid_modes)
+        class CUDAGraphWrapper:
+            def __init__(self, runnable: Callable[[int], None]) -> None:
+                self.runnable = runnable
+                self.concrete_cudagraph_entries: dict[Any, str] = {}
+
+            def __call__(wrapper, rows: int) -> None:
+                graphs, key = wrapper.concrete_cudagraph_entries, context.batch_descriptor
+                if key is None:
+                    wrapper.runnable(rows)
+                elif key in graphs:
+                    self.replayed.append(graphs[key])
+                else:  # a second set of graphs is that of the second capture
+                    assert self.captures, "vLLM captures no graph while it serves"
+                    graphs[key] = f"{key} tokens, capture {self.captures}"
+                    wrapper.runnable(rows)
+
+        run = CUDAGraphWrapper(model)
+        self.captures = 0
+        self.sizes: tuple[int, ...] = ()  # steps of so many tokens have a graph
+
+        class Runner:
+            def get_model(runner) -> Any:
+                return model
+
+            def capture_model(runner) -> int:
+                self.captures += 1
+                for context.batch_descriptor in self.sizes:
+                    run(context.batch_descriptor + PADDING)
+                context.batch_descriptor = None
+                return 1
 
         class Worker:
             rank = 0
@@ -87,28 +115,34 @@ class Vllm:
                 )
 
             def load_model(worker) -> None:
-                worker.model_runner = SimpleNamespace(get_model=lambda: model)
+                worker.model_runner = Runner()
 
             def execute_model(worker, scheduled: Any) -> str:
                 tokens = scheduled.total_num_scheduled_tokens
-                self.graphs.append(Dispatcher().dispatch(tokens))
                 if scheduled.fails:
                     raise ValueError("out of memory")
-                model(tokens + PADDING)
+                context.batch_descriptor = tokens if tokens in self.sizes else None
+                run(tokens + PADDING)
                 return "output"
 
         self.worker = Worker
-        modes = SimpleNamespace(CUDAGraphMode=SimpleNamespace(NONE="none"))
         for name, module in {
-            "vllm.v1.cudagraph_dispatcher": SimpleNamespace(CudagraphDispatcher=Dispatcher),
+            "vllm.compilation.cuda_graph": SimpleNamespace(CUDAGraphWrapper=CUDAGraphWrapper),
+            "vllm.forward_context": SimpleNamespace(
+                get_forward_context=lambda: context, is_forward_context_available=lambda: True
+            ),
+            "vllm.v1.worker.gpu_model_runner": SimpleNamespace(GPUModelRunner=Runner),
             "vllm.v1.worker.gpu_worker": SimpleNamespace(Worker=Worker),
-            "vllm.config": modes,
         }.items():
             monkeypatch.setitem(sys.modules, name, module)
 
-    def start(self, **given: Any) -> Any:
+    def start(self, graphs: tuple[int, ...] = (), **given: Any) -> Any:
         worker = self.worker(**given)
         worker.load_model()
+        self.sizes = graphs
+        if graphs:
+            worker.model_runner.capture_model()
+            self.captures = 0
         return worker
 
 
@@ -138,7 +172,6 @@ def vllm(
             )
         )
     monkeypatch.setattr(plugin, "_worker", None)
-    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")  # the plugin sets it
     monkeypatch.setenv("OCTET_COUNT", str(tmp_path / "live"))
     monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1")
     monkeypatch.setenv("OCTET_COUNT_WINDOW_TOKENS", "8")
@@ -199,49 +232,50 @@ def test_of_a_long_step_a_part_is_counted(
     assert window.counts(name).sum() == window.tokens * spec.kv_heads * spec.head_dim
 
 
-def test_only_counted_steps_run_without_graphs(
+def test_counted_steps_replay_graphs_of_their_own(
     vllm: Callable[..., Vllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1000000")
     engine = vllm()
-    worker = engine.start()
-    for _ in range(3):
+    worker = engine.start(graphs=(2, 4))
+    for tokens in (2, 2, 4, 3):
+        step(worker, tokens)
+    assert engine.replayed == [f"{x} tokens, capture {y}" for x, y in ((2, 2), (2, 1), (4, 1))]
+
+
+def test_a_graph_that_misses_a_tensor_is_an_error(
+    vllm: Callable[..., Vllm], spec: ModelSpec
+) -> None:
+    model = Model(spec)
+    model.skipped = frozenset({"attn"})
+    engine = vllm(model)
+    worker = engine.start(graphs=(2,))
+    model.skipped = frozenset()
+    step(worker, 3)  # without a graph, so nothing is missed
+    with pytest.raises(RuntimeError, match=r"counted nothing of 4 tensors"):
         step(worker, 2)
-    assert engine.graphs == ["none", "graph", "graph"]
 
 
-def test_an_eager_model_has_hooks_in_counted_steps_alone(
+def test_counted_steps_alone_have_hooks_and_run_uncompiled(
     vllm: Callable[..., Vllm], spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1000000")
-    model, hooks = Model(spec), []
+    model = Model(spec)
+    model.do_not_compile = False  # as vLLM marks what it compiles
     layer = model.get_submodule(model.names[0])
-    monkeypatch.setattr(layer, "forward", lambda x: hooks.append(len(layer._forward_pre_hooks)))
+    steps = []
+
+    def forward(x: torch.Tensor) -> None:
+        steps.append((len(layer._forward_pre_hooks), model.do_not_compile))
+
+    monkeypatch.setattr(layer, "forward", forward)
     worker = vllm(model).start()
     with pytest.raises(ValueError, match="out of memory"):
         step(worker, 2, fails=True)
-    assert not layer._forward_pre_hooks
+    assert not layer._forward_pre_hooks and not model.do_not_compile
     for _ in range(3):
         step(worker, 2)
-    assert hooks == [1, 0, 0]
-
-
-def test_compiled_code_counts_by_an_operator(
-    vllm: Callable[..., Vllm], spec: ModelSpec, tmp_path: Path
-) -> None:
-    model = Model(spec)
-    worker = vllm(model).worker()
-    worker.vllm_config.model_config.enforce_eager = False
-    worker.load_model()
-    model.compile(backend="aot_eager", fullgraph=True)
-    for tokens in (8, 9):
-        step(worker, tokens)
-        read(tmp_path / "live", spec)
-    windows = read(tmp_path / "live", spec)
-    assert [x.tokens for x in windows] == [8, 9]
-    name = f"{spec.layer(0)}.self_attn.value"
-    width = spec.kv_heads * spec.head_dim
-    assert [x.counts(name).sum() for x in windows] == [8 * width, 9 * width]
+    assert steps == [(1, True), (0, False), (0, False)]
 
 
 def test_a_tensor_that_the_first_step_misses_is_an_error(
@@ -301,9 +335,10 @@ def test_no_positive_integer_is_refused(
         vllm().start()
 
 
-def test_rows_of_a_half_are_counted_by_their_own_codes(tmp_path: Path) -> None:
-    live: Any = SimpleNamespace(begin_step=lambda: True)
-    counts = plugin.WorkerCounts(live, {"x": ("input",)}, torch.device("cpu"))
-    counts.begin(2)
-    counts.add(0, torch.tensor([[1.0], [-1.0], [5.0]], dtype=torch.float16))
-    np.testing.assert_array_equal(np.flatnonzero(counts._counts[0]), [0x3C00])
+def test_rows_of_a_half_are_counted_by_their_own_codes() -> None:
+    live: Any = SimpleNamespace(ends_with=lambda rows: True, end_step=lambda rows, read: read)
+    model = torch.nn.ModuleDict({"linear": Layer()})
+    counts = plugin.WorkerCounts(live, model, {"linear": ("input",)}, torch.device("cpu"))
+    with counts.counting(2):
+        model["linear"](torch.tensor([[1.0], [-1.0], [5.0]], dtype=torch.float16))
+    np.testing.assert_array_equal(np.flatnonzero(counts._take()()["input"]), [0x3C00])

@@ -6,7 +6,7 @@ Everything that can be refused is refused here, before the first byte is written
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -216,6 +216,8 @@ class Source:
         left out if the export is not `quantized`.
         """
         warnings = [*self.checkpoint.warnings, *details.get("warnings", ())]
+        if kind != "checkpoint" and quantized:
+            warnings += self._other_arithmetic()
         details = details | self._changes() | ({"warnings": warnings} if warnings else {})
         origin = self.calibration.manifest
         details["predicted"] = origin.predicted
@@ -228,6 +230,18 @@ class Source:
             details=details | self._expected() if quantized else details,
             software=software("numpy", *packages),
         )
+
+    def _other_arithmetic(self) -> Iterator[str]:
+        """Yields a warning if inputs that a graph rounds were not rounded when it was measured."""
+        origin = self.calibration.manifest
+        if origin.runs_weight_only:
+            trained = self._changes().get("algorithm") == "recover"
+            done, command = ("trained", "recover") if trained else ("measured", "calibrate")
+            yield (
+                f"{self.calibration.path} was {done} for GPUs that do not round the inputs of"
+                f" {' and '.join(origin.runs_weight_only)} linears; this export rounds them, so it"
+                f" may be less exact: run octet {command} again with --for a GPU that does, as B200"
+            )
 
     def _changes(self) -> dict[str, Any]:
         """Names what changed weights before quantization: an algorithm, and folded cache scales.

@@ -328,6 +328,8 @@ class TestForGpusThatRunItWeightOnly:
         # Octet's own engine rounds them.
         refused = octet("export", "onnx", out, *self.LIMITS, "-o", tmp_path / "onnx")
         assert refused.returncode == 1 and "the graph itself" in refused.stderr
+        forced = octet("export", "onnx", out, "--gate", "off", "-o", tmp_path / "onnx")
+        assert "measured for GPUs that do not round the inputs of nvfp4 linears" in forced.stderr
 
     def test_a_budget_promotes_no_more_than_they_need(
         self, tiny_model: Path, tiny_samples: Path, tmp_path: Path

@@ -4,7 +4,7 @@ Each server is vLLM's CPU build (`make integration` installs it) on an export of
 admitted as the gateway does it, and then once more as after a suspicion, where all 64 prompts have
 to be right. `tokens` and `seconds` are those of the first admission, what clients get included.
 
-    python benchmarks/proof_conforming.py DIRECTORY [--only WORD ...] [--output FILE]
+    PYTHONPATH=. python benchmarks/proof_conforming.py DIRECTORY [--only WORD ...] [--output FILE]
 """
 
 import argparse

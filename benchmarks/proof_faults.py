@@ -5,7 +5,7 @@ cache (`make integration` installs it). Its cost is the change of the perplexity
 texts against the right server. `numbers` is the verdict on the answers to the golden prompts.
 `findings` are also of the served directory, which nobody can read on another machine.
 
-    python benchmarks/proof_faults.py DIRECTORY [--only WORD ...] [--output FILE]
+    PYTHONPATH=. python benchmarks/proof_faults.py DIRECTORY [--only WORD ...] [--output FILE]
 
 With `--drawn FILE`, the results of `proof_study_random.py` for the example, the faults are some of
 those that were drawn there; rows have what the simulated server showed beside it.

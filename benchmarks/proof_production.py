@@ -5,7 +5,7 @@ graphs, prefix caching and chunked prefill, and otherwise where a row says so. T
 must admit each server, without clients and with up to 256, and find all prompts right. Servers run
 one after another: vLLM measures the GPU's memory as it starts, and fails if another one changes it.
 
-    python benchmarks/proof_production.py MODEL CALIBRATION [--vllm CMD] [--output FILE]
+    PYTHONPATH=. python benchmarks/proof_production.py MODEL CALIBRATION [--vllm CMD]
 
 It needs a GPU with vLLM 0.24, and a calibration with predictions, such as one of
 `examples/reference/train.py`, whose context of 8,192 tokens lets clients send long prompts.
@@ -74,7 +74,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    manifest = Calibration.load(options.calibration).manifest
+    try:
+        manifest = Calibration.load(options.calibration).manifest
+    except OctetError as error:
+        sys.exit(str(error))
     card = conditions(
         gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         model=f"{manifest.model.name}, {manifest.recipe.name}",

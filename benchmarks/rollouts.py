@@ -1,6 +1,7 @@
 """Many rollouts of correct and corrupted checkpoints: how each ends, and which tokens clients get.
 
-    python benchmarks/rollouts.py ONNX [--good EXPORT ...] [--python PYTHON] [--count N] [--each N]
+    PYTHONPATH=. python benchmarks/rollouts.py ONNX [--good EXPORT ...] [--python PYTHON]
+        [--count N] [--each N]
 
 ONNX is an ONNX export of the example. Proven on its golden records, it is the judge's reference.
 `--good` lists correct exports (default: ONNX itself); the first of them serves as the main pool.

@@ -232,7 +232,7 @@ class Source:
         )
 
     def _other_arithmetic(self) -> Iterator[str]:
-        """Yields a warning if inputs that a graph rounds were not rounded when it was measured."""
+        """Yields a warning if the export rounds inputs that the calibration left as they are."""
         origin = self.calibration.manifest
         if origin.runs_weight_only:
             trained = self._changes().get("algorithm") == "recover"
@@ -240,7 +240,7 @@ class Source:
             yield (
                 f"{self.calibration.path} was {done} for GPUs that do not round the inputs of"
                 f" {' and '.join(origin.runs_weight_only)} linears; this export rounds them, so it"
-                f" may be less exact: run octet {command} again with --for a GPU that does, as B200"
+                f" may be less exact: run octet {command} again for GPUs that do (--for b200)"
             )
 
     def _changes(self) -> dict[str, Any]:

@@ -143,8 +143,8 @@ class LiveCounts:
     def end_step(self, tokens: int, read: ReadCounts | None = None) -> bool:
         """Ends a counted step of `tokens` tokens; returns True if it ended the window.
 
-        Another thread writes a window while the next one is counted. If a window's counts were not
-        added, it calls `read`, which returns them by observation.
+        Another thread writes a window while the next one is counted. Counts that were not added one
+        by one are those that `read` returns, by observation: that thread calls it at the end.
         """
         self._tokens += tokens
         self._steps += 1
@@ -169,9 +169,13 @@ class LiveCounts:
             ended=time.time(),
         )
         self._number += 1
+        added = self._counts
         self.close()  # one is written at a time
         self._writing = threading.Thread(
-            target=self._write, args=(record, self._counts, read), name="octet-live", daemon=True
+            target=self._write,
+            args=(record, read or (lambda: added)),
+            name="octet-live",
+            daemon=True,
         )
         self._writing.start()
         self._clear()
@@ -182,11 +186,8 @@ class LiveCounts:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(
-        self, record: LiveRecord, counts: Mapping[str, NDArray[np.int64]], read: ReadCounts | None
-    ) -> None:
-        if read is not None:
-            counts = read()
+    def _write(self, record: LiveRecord, read: ReadCounts) -> None:
+        counts = read()
         name = f"{record.engine}-{record.rank}-{record.number}{_SUFFIX}"
         directory = self.options.directory
         beside = directory / f".{name}{_PARTIAL}"

@@ -55,6 +55,6 @@ def count_rows(x: torch.Tensor, counts: torch.Tensor, tokens: torch.Tensor, most
 
 
 def in_order(counts: torch.Tensor) -> torch.Tensor:
-    """Returns the `counts` [..., 32768] that `count_rows` has made in the order of the codes."""
+    """Sorts `counts` [..., 32768], as `count_rows` leaves them, by code."""
     places = torch.arange(counts.shape[-1], device=counts.device) * _APART % counts.shape[-1]
     return counts[..., places]

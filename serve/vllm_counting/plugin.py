@@ -70,7 +70,7 @@ class WorkerCounts:
         self._checked = False
 
     def counts(self, tokens: int) -> bool:
-        """Returns True if the step of `tokens` tokens that begins is counted."""
+        """Returns True if the step that begins, of `tokens` tokens, is to be counted."""
         return tokens > 0 and (self.live.begin_step() or not self._checked)
 
     @contextmanager
@@ -126,7 +126,7 @@ class WorkerCounts:
         self.live.end_step(rows, self._take() if self.live.ends_with(rows) else None)
 
     def _take(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
-        """Returns what reads the counts so far, in another thread, and counts from 0 again."""
+        """Sets the counts to 0; returns a function with which another thread reads the old ones."""
         if self._counts.is_cuda:
             counts, counted = in_order(self._counts), torch.cuda.Event()  # type: ignore[no-untyped-call]
             counted.record()
@@ -233,7 +233,11 @@ def patch_workers() -> None:
 
 @contextmanager
 def _graphs_that_count(wrapper: Any, worker: WorkerCounts) -> Iterator[None]:
-    """Gives a wrapper of vLLM the CUDA graphs that count, and notes which tensors they count."""
+    """Makes one of vLLM's wrappers use CUDA graphs that count, a set beside its own.
+
+    The hooks of a graph run while it is captured, and not when it is replayed. So the wrapper also
+    keeps which tensors each graph counts.
+    """
     from vllm.forward_context import get_forward_context
 
     graphs: dict[Any, Any] = vars(wrapper).setdefault("octet_graphs", {})
@@ -245,7 +249,7 @@ def _graphs_that_count(wrapper: Any, worker: WorkerCounts) -> Iterator[None]:
     finally:
         wrapper.concrete_cudagraph_entries = others
     graph = get_forward_context().batch_descriptor
-    if worker.seen:  # hooks do not run in a replay
+    if worker.seen:
         counted[graph] = frozenset(worker.seen)
     worker.seen |= counted.get(graph, frozenset())
 

@@ -16,10 +16,10 @@ from tests.serve.process import members
 
 # Takes no notice of SIGTERM, like a vLLM that starts; its engine is a process of its own.
 STUBBORN = """
-import signal, subprocess, sys, time
+import os, signal, subprocess, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen(["sleep", "600"])
-print("starting", flush=True)
+os.write(1, b"starting\\n")  # two share a pipe, and print may write a line in two parts
 time.sleep(600)
 """
 # Starts some of them, and then something else, which must not keep them alive.
@@ -60,6 +60,7 @@ def test_nothing_outlives_the_process_that_wants_it() -> None:
         until(lambda: not members(first) and not members(second))
         assert members(other)
     finally:
+        octet.kill()
         os.kill(other, signal.SIGKILL)
         octet.communicate()
 

@@ -10,8 +10,11 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Patches vLLM's workers to count, if the environment says where."""
+    """Makes vLLM's workers count, in its first model runner, if the environment says where."""
     if os.environ.get("OCTET_COUNT"):
         from serve.vllm_counting.plugin import patch_workers
 
+        # The second runner, the default of some releases for a GPU, counts in eager mode only.
+        # vLLM decides after it has loaded its plugins.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         patch_workers()

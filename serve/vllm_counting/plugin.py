@@ -262,8 +262,8 @@ def start(worker: Any) -> None:
     manifest = Manifest.load(path, "checkpoint", verify=False)
     if getattr(worker, "use_v2_model_runner", False) and not config.model_config.enforce_eager:
         raise ConfigError(
-            "vLLM's second model runner replays CUDA graphs that count nothing: start it with"
-            f" VLLM_USE_V2_MODEL_RUNNER=0 or --enforce-eager, or unset {DIRECTORY}"
+            "vLLM's second model runner replays CUDA graphs that count nothing: unset"
+            f" VLLM_USE_V2_MODEL_RUNNER, give --enforce-eager, or unset {DIRECTORY}"
         )
     model = worker.model_runner.get_model()
     observed = observed_modules(manifest.model.spec, dict(model.named_modules()))

@@ -1,5 +1,6 @@
 """The vLLM plugin in a worker that has vLLM's methods; tests/integration/test_drift.py has vLLM."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
@@ -175,6 +176,7 @@ def vllm(
     monkeypatch.setenv("OCTET_COUNT", str(tmp_path / "live"))
     monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1")
     monkeypatch.setenv("OCTET_COUNT_WINDOW_TOKENS", "8")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # set by `register`; undone afterwards
 
     def make(model: Any = None) -> Vllm:
         found = Vllm(tmp_path / "checkpoint", monkeypatch, model or Model(spec))
@@ -317,11 +319,25 @@ def test_layers_of_other_names_are_refused(vllm: Callable[..., Vllm], spec: Mode
         vllm(Model(spec, prefix="language_model")).start()
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, "0"), ("1", "1")])
+def test_vllm_runs_its_first_model_runner_unless_told_otherwise(
+    vllm: Callable[..., Vllm],
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    given: str,
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    vllm()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == given
+
+
 def test_the_second_model_runner_needs_eager_mode(vllm: Callable[..., Vllm]) -> None:
     worker = vllm().worker()
     worker.use_v2_model_runner = True
     worker.vllm_config.model_config.enforce_eager = False
-    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0 or --enforce-eager"):
+    with pytest.raises(ConfigError, match="unset VLLM_USE_V2_MODEL_RUNNER, give --enforce-eager"):
         worker.load_model()
 
 

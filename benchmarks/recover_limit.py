@@ -1,8 +1,8 @@
 """Measures what weights of any precision could win back of a recipe's divergence.
 
-A student whose weights are not rounded, while activations and cache are, starts from the original
-model's weights and is trained as `octet recover` trains. No 4-bit weights can be expected to do
-better. All divergences are simulated in float32, on held-out text.
+The student rounds activations and cache, but not its weights. It starts from the original model's
+weights, and is trained as `octet recover` trains. It could find any 4-bit weights too, so these
+should do no better. All divergences are simulated in float32, on held-out text.
 
     python benchmarks/recover_limit.py CALIBRATION --output FILE
 """
@@ -27,7 +27,7 @@ from calibrate.recover import backward
 from calibrate.samples.inputs import read_inputs
 from calibrate.simulate.model import simulate
 from octet.artifacts.calibration import Calibration
-from octet.errors import OctetError
+from octet.errors import ConfigError, OctetError
 from octet.model.checkpoint import Checkpoint
 from octet.statistics import interval
 
@@ -63,6 +63,10 @@ def main() -> None:
 def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     calibration, checkpoint = Calibration.load(given.calibration), Checkpoint.open(given.model)
     calibration.manifest.model.require(checkpoint)
+    if calibration.applied_to(checkpoint).changed:
+        raise ConfigError(
+            f"{given.calibration}: an algorithm changed its weights; give a plain one"
+        )
     recipe, scales, spec = calibration.manifest.recipe, calibration.scales, checkpoint.spec
     options = Options(
         model=given.model,

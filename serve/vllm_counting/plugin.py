@@ -1,11 +1,11 @@
 """Hooks the linear layers and attention of a vLLM worker, and counts what they get.
 
 Each step of a worker is counted or not. In a counted step, and in no other, modules have hooks.
-Compiled code does not run hooks, so a counted step runs the model uncompiled. A CUDA graph replays
-what was launched while it was captured: vLLM captures its graphs a second time, with hooks, and
-counted steps replay these. So all other steps are as they would be without this plugin. The first
-step is always counted. If a counted step misses a tensor, the worker raises, rather than serve on
-and count too little.
+Compiled code does not run hooks, so a counted step runs the model uncompiled, with the kernels of
+vLLM's eager mode. A CUDA graph replays what was launched while it was captured: vLLM captures its
+graphs a second time, with hooks, and counted steps replay these. So all other steps are as they
+would be without this plugin. The first step is always counted. If a counted step misses a tensor,
+the worker raises, rather than serve on and count too little.
 
 Of a step, at most `_ROWS` tokens are counted, evenly spaced.
 """
@@ -15,8 +15,9 @@ Of a step, at most `_ROWS` tokens are counted, evenly spaced.
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,9 +50,14 @@ class WorkerCounts:
     """The counts of one worker: int64 [observations, 32768] on its device, and its files."""
 
     def __init__(
-        self, live: LiveCounts, model: Any, observed: Mapping[str, tuple[str, ...]], device: Any
+        self,
+        live: LiveCounts,
+        model: Any,
+        observed: Mapping[str, tuple[str, ...]],
+        device: Any,
+        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Counts what `observed_modules` found in `model`."""
+        """Counts what `observed_modules` found in `model`; counted steps run within `kernels`."""
         self.live = live
         self.active = False  # hooks are in place
         self.seen: set[int] = set()  # what the counted step has counted so far
@@ -68,6 +74,7 @@ class WorkerCounts:
         self._tokens = 0  # of the counted step
         self._limit = torch.zeros(1, dtype=torch.int32, device=device)  # the same, for kernels
         self._checked = False
+        self._kernels = kernels
 
     def counts(self, tokens: int) -> bool:
         """Returns True if the step that begins, of `tokens` tokens, is to be counted."""
@@ -86,6 +93,7 @@ class WorkerCounts:
             for module in self._compiled:
                 module.do_not_compile = True
                 stack.callback(setattr, module, "do_not_compile", False)
+            stack.enter_context(self._kernels())
             self.active = True
             try:
                 yield
@@ -254,6 +262,42 @@ def _graphs_that_count(wrapper: Any, worker: WorkerCounts) -> Iterator[None]:
     worker.seen |= counted.get(graph, frozenset())
 
 
+def eager_kernels(compilation: Any) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context in which vLLM runs its model as in eager mode, though it compiles others.
+
+    What it would compile is written as many small operations, each a kernel if it runs uncompiled.
+    `compilation` is vLLM's configuration. Does nothing without a CUDA device.
+    """
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or compilation.mode == CompilationMode.NONE:
+        return nullcontext
+    from vllm.model_executor.custom_op import CustomOp
+
+    forward = CustomOp.forward
+    eager = SimpleNamespace(mode=CompilationMode.NONE, backend=compilation.backend)
+    operations = current_platform.get_default_ir_op_priority(
+        SimpleNamespace(compilation_config=eager)
+    )
+
+    def forward_cuda(operation: Any, *given: Any, **named: Any) -> Any:
+        if type(operation).forward_cuda is CustomOp.forward_cuda:  # it has none
+            return forward(operation, *given, **named)
+        return operation.forward_cuda(*given, **named)
+
+    @contextmanager
+    def kernels() -> Iterator[None]:
+        CustomOp.forward = forward_cuda
+        try:
+            with operations.set_priority():
+                yield
+        finally:
+            CustomOp.forward = forward
+
+    return kernels
+
+
 def start(worker: Any) -> None:
     """Begins to count in `worker`, which has loaded its model."""
     global _worker
@@ -271,4 +315,5 @@ def start(worker: Any) -> None:
     replica = getattr(config.parallel_config, "data_parallel_index", 0)
     engine = f"{replica}.{config.instance_id}".encode().hex()[:64]
     live = LiveCounts(options_of(os.environ), manifest, engine=engine, rank=worker.rank)
-    _worker = WorkerCounts(live, model, observed, worker.device)
+    kernels = eager_kernels(config.compilation_config)
+    _worker = WorkerCounts(live, model, observed, worker.device, kernels)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,10 +67,29 @@ class Model(torch.nn.Module):
             self.get_submodule(name)(*(torch.ones(rows, x).bfloat16() for x in widths))
 
 
+class Operation:
+    """One that vLLM writes as several kernels for its compiler, and has a kernel for."""
+
+    def forward(self) -> str:
+        return "several kernels"
+
+    def forward_cuda(self) -> str:
+        raise NotImplementedError
+
+
+class WithKernel(Operation):
+    def forward_cuda(self) -> str:
+        return "a kernel"
+
+
 class Vllm:
     """What the plugin knows of vLLM."""
 
+    cuda = False
+    compiles = True
+
     def __init__(self, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+        self.operations = "for the compiler"  # what vLLM prefers
         self.replayed: list[str] = []  # the graph of each step that had one
         context = SimpleNamespace(batch_descriptor=None)
 
@@ -113,6 +133,7 @@ class Vllm:
                     model_config=SimpleNamespace(model=str(checkpoint), enforce_eager=True),
                     parallel_config=SimpleNamespace(data_parallel_index=replica),
                     instance_id=instance,
+                    compilation_config=SimpleNamespace(mode=int(self.compiles), backend="inductor"),
                 )
 
             def load_model(worker) -> None:
@@ -126,11 +147,30 @@ class Vllm:
                 run(tokens + PADDING)
                 return "output"
 
+        @contextmanager
+        def set_priority() -> Iterator[None]:
+            before, self.operations = self.operations, "eager"
+            try:
+                yield
+            finally:
+                self.operations = before
+
+        def priority(config: Any) -> Any:
+            assert not config.compilation_config.mode
+            return SimpleNamespace(set_priority=set_priority)
+
         self.worker = Worker
         for name, module in {
             "vllm.compilation.cuda_graph": SimpleNamespace(CUDAGraphWrapper=CUDAGraphWrapper),
             "vllm.forward_context": SimpleNamespace(
                 get_forward_context=lambda: context, is_forward_context_available=lambda: True
+            ),
+            "vllm.config": SimpleNamespace(CompilationMode=SimpleNamespace(NONE=0)),
+            "vllm.model_executor.custom_op": SimpleNamespace(CustomOp=Operation),
+            "vllm.platforms": SimpleNamespace(
+                current_platform=SimpleNamespace(
+                    is_cuda=lambda: self.cuda, get_default_ir_op_priority=priority
+                )
             ),
             "vllm.v1.worker.gpu_model_runner": SimpleNamespace(GPUModelRunner=Runner),
             "vllm.v1.worker.gpu_worker": SimpleNamespace(Worker=Worker),
@@ -278,6 +318,41 @@ def test_counted_steps_alone_have_hooks_and_run_uncompiled(
     for _ in range(3):
         step(worker, 2)
     assert steps == [(1, True), (0, False), (0, False)]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "compiles", "kernels"),
+    [
+        (True, True, ["a kernel", "several kernels", "eager"]),
+        (True, False, ["several kernels", "several kernels", "for the compiler"]),
+        (False, True, ["several kernels", "several kernels", "for the compiler"]),
+    ],
+)
+def test_counted_steps_alone_have_the_kernels_of_eager_mode(
+    vllm: Callable[..., Vllm],
+    spec: ModelSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: bool,
+    compiles: bool,
+    kernels: list[str],
+) -> None:
+    monkeypatch.setenv("OCTET_COUNT_ONE_STEP_IN", "1000000")
+    monkeypatch.setattr(Vllm, "cuda", cuda)
+    monkeypatch.setattr(Vllm, "compiles", compiles)
+    model = Model(spec)
+    steps = []
+
+    def forward(x: torch.Tensor) -> None:
+        steps.append([WithKernel().forward(), Operation().forward(), engine.operations])
+
+    monkeypatch.setattr(model.get_submodule(model.names[0]), "forward", forward)
+    engine = vllm(model)
+    worker = engine.start()
+    with pytest.raises(ValueError, match="out of memory"):
+        step(worker, 2, fails=True)
+    for _ in range(2):
+        step(worker, 2)
+    assert steps == [kernels, ["several kernels", "several kernels", "for the compiler"]]
 
 
 def test_a_tensor_that_the_first_step_misses_is_an_error(

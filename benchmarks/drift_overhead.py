@@ -4,10 +4,11 @@ Needs vLLM, and what `octet export checkpoint` wrote:
 
     python benchmarks/drift_overhead.py CHECKPOINT [--python VLLM/bin/python] [--output FILE]
 
-An engine without counting and one that counts are started one after the other, each in a process of
-its own, and share the GPU's memory. They compute the same load in turn, in alternating order, while
-the other one waits; the first time is not reported. All prompts are random tokens, and wait from
-the start. What is measured so far is written after each pair of loads.
+Engines are started one after the other, each in a process of its own, and share the GPU's memory:
+one as vLLM starts by itself, one that counts, and one with the model runner that counting takes.
+They compute the same load in turn, in alternating order, while the others wait; the first time is
+not reported. All prompts are random tokens, and wait from the start. What is measured so far is
+written after each round.
 
 On a CPU, give VLLM_CPU_KVCACHE_SPACE=1, --eager, and a small load. One with AMX also needs
 tests/integration/servers/no_mkldnn on PYTHONPATH.
@@ -33,6 +34,7 @@ from vllm_offline import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 ENTRY = "[vllm.general_plugins]\noctet_counting = serve.vllm_counting:register\n"
+PLAIN, COUNTS, RUNNER = "by itself", "counting", "first model runner"
 WINDOW_TOKENS = 1024  # a quarter of the default, so that writing is measured too
 ERROR = re.compile(
     r"\bValidationError: .+(?:\n  .+|\n\w+\n  .+)"  # pydantic's
@@ -83,20 +85,20 @@ def serve(given: argparse.Namespace) -> None:
 
 
 class Engine:
-    """A process with an engine, which counts into `live` if that is a directory."""
+    """A process with an engine, and with `variables` in its environment."""
 
-    def __init__(self, given: argparse.Namespace, plugins: Path, live: Path | None) -> None:
+    def __init__(
+        self, name: str, given: argparse.Namespace, plugins: Path, variables: dict[str, str]
+    ) -> None:
         paths = [os.environ.get("PYTHONPATH", ""), str(ROOT), str(plugins)]
-        # The second model runner, the default of some releases, counts in eager mode alone.
-        environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} | os.environ | ENVIRONMENT
+        environment = dict(os.environ) | ENVIRONMENT
         environment |= {
             "PYTHONPATH": ":".join(filter(None, paths)),
             "VLLM_PLUGINS": "octet_counting",
-            "OCTET_COUNT": "" if live is None else str(live),
-            "OCTET_COUNT_ONE_STEP_IN": str(given.one_step_in),
-            "OCTET_COUNT_WINDOW_TOKENS": str(WINDOW_TOKENS),
+            "OCTET_COUNT": "",
         }
-        self.name = "the engine without counting" if live is None else "the counting engine"
+        environment |= variables
+        self.name = f"the engine {name!r}"
         self.failed = False
         descriptor, log = tempfile.mkstemp(prefix="drift_overhead-", suffix=".log")
         self.log = Path(log)
@@ -181,11 +183,20 @@ def cache_of(checkpoint: Path) -> str:
 
 
 def results(found: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Returns the rows of the report: tokens per second of each engine, and their ratio."""
-    ratios = [a / b for a, b in zip(found["counting"], found["none"], strict=True)]
+    """Returns the rows of the report: tokens per second of each engine, and ratios of a round."""
+    ratios = {
+        f"{COUNTS}, to {other}": [a / b for a, b in zip(found[COUNTS], found[other], strict=True)]
+        for other in (PLAIN, RUNNER)
+    }
     return [
-        {"engine": name, "tokens_s": statistics.median(x), "least": min(x), "most": max(x)}
-        for name, x in (found | {"ratio": ratios}).items()
+        {
+            "engine": name,
+            "tokens_s or ratio": statistics.median(x),
+            "least": min(x),
+            "most": max(x),
+            "each": x,
+        }
+        for name, x in (found | ratios).items()
     ]
 
 
@@ -200,7 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=240.0, help="after which none begins")
     parser.add_argument("--one-step-in", type=int, default=100)
-    parser.add_argument("--memory", type=float, default=0.4, help="of the GPU, for each engine")
+    parser.add_argument("--memory", type=float, default=0.28, help="of the GPU, for each engine")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
@@ -220,16 +231,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         live, plugins = Path(directory) / "live", Path(directory) / "plugins"
         install(plugins)
+        variables = {
+            PLAIN: {},
+            COUNTS: {
+                "OCTET_COUNT": str(live),
+                "OCTET_COUNT_ONE_STEP_IN": str(given.one_step_in),
+                "OCTET_COUNT_WINDOW_TOKENS": str(WINDOW_TOKENS),
+            },
+            RUNNER: {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+        }
         engines: dict[str, Engine] = {}
-        for name, counts in (("none", None), ("counting", live)):
-            engine = engines[name] = Engine(given, plugins, counts)
+        for name, own in variables.items():
+            engine = engines[name] = Engine(name, given, plugins, own)
             stack.callback(engine.close)
             card |= engine.result()
-            if counts and not counts.is_dir():  # the plugin makes it
-                raise SystemExit("the counting engine does not count: vLLM has not loaded it")
+            if name == COUNTS and not live.is_dir():  # the plugin makes it
+                raise SystemExit(f"{engine.name} does not count: vLLM has not loaded the plugin")
             print(f"{name}: started after {time.monotonic() - began:.0f} s", flush=True)
             engine.measure()
-        found: dict[str, list[float]] = {"none": [], "counting": []}
+        found: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(given.rounds):
             if number and time.monotonic() - began > given.seconds:
                 break

@@ -213,7 +213,7 @@ async def admitted(setting: Setting, url: str, golden: Path) -> dict[str, Any]:
         "all prompts": whole.state,
         **row(whole),
         **cost,
-        "reason": first.reason if first.state != "proven" else None,
+        "reason": next((x.reason for x in (first, whole) if x.state != "proven"), None),
         "differences": "; ".join(differences) or None,
     }
 

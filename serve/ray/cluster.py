@@ -9,9 +9,10 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ProxyStatus
 
 from octet.errors import ConfigError, OctetError, printable
 from serve.check import check
@@ -46,7 +47,7 @@ def deploy(path: Path, address: str | None, say: Callable[[str], None]) -> None:
     try:
         require_resources(config, ray.nodes())
         host, port = config.listen.host, config.listen.port
-        serve.start(http_options=HTTPOptions(host=host, port=port))
+        _start(HTTPOptions(host=host, port=port))
         _require_address(host, port)
         target = serve.RunTarget(target=app, name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_applications_running=False)
@@ -90,6 +91,16 @@ def _require_listener(address: str) -> None:
             raise OSError("what listens there is no Ray")
 
 
+def _start(options: HTTPOptions) -> None:
+    """Starts Ray Serve, unless it runs."""
+    try:
+        serve.start(http_options=options)
+    except RayError:
+        # Its HTTP proxy took over five seconds, as on a busy machine. Ray starts another proxy,
+        # but fails here. The second call takes what runs; `_wait` waits for the proxy.
+        serve.start(http_options=options)
+
+
 def _require_address(host: str, port: int) -> None:
     """Raises ConfigError if Ray Serve runs already, and listens elsewhere."""
     options = _get_global_client().http_config
@@ -101,12 +112,20 @@ def _require_address(host: str, port: int) -> None:
 
 
 def _wait(say: Callable[[str], None]) -> None:
-    """Returns when all deployments run. Raises OctetError with the reason if one does not."""
+    """Returns when all deployments run, and an HTTP proxy is ready.
+
+    Raises OctetError with the reason if a deployment does not run.
+    """
     said: dict[str, str] = {}
     while True:
-        status = serve.status().applications[APPLICATION]
-        if status.status == ApplicationStatus.RUNNING:
+        found = serve.status()
+        status = found.applications[APPLICATION]
+        proxied = ProxyStatus.HEALTHY in found.proxies.values()
+        if status.status == ApplicationStatus.RUNNING and proxied:
             return
+        if not proxied and "" not in said:  # no deployment has this name
+            said[""] = "starting"
+            say("Ray's HTTP proxy: starting")
         for name, deployment in status.deployments.items():
             states = ", ".join(
                 f"{count} {state.lower()}" for state, count in deployment.replica_states.items()

@@ -18,7 +18,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -66,6 +66,7 @@ class RayCluster(Server):
 
     directory: Path
     port: int = field(default_factory=free_port)
+    proxy_s: int = 60  # for Ray's HTTP proxy to start, before Ray kills it; 5 by default
 
     @property
     def address(self) -> str:
@@ -89,8 +90,7 @@ class RayCluster(Server):
         ]
 
     def environment(self) -> dict[str, str]:
-        # By default Ray gives its HTTP proxy five seconds to start, and then kills it.
-        return environment() | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+        return environment() | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(self.proxy_s)}
 
     def deploy(self, config: Path) -> "subprocess.CompletedProcess[str]":
         began = time.monotonic()
@@ -101,6 +101,10 @@ class RayCluster(Server):
 
     def replicas(self, deployment: str) -> list[int]:
         """The process ids of its replicas, also of those that still prove themselves."""
+        return self.processes(f"ray::ServeReplica:octet:{deployment}")
+
+    def processes(self, name: str) -> list[int]:
+        """The process ids of its actors whose name begins so."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -109,9 +113,7 @@ class RayCluster(Server):
                 raylet = Path(f"/proc/{parent}/cmdline").read_bytes()
             except OSError:
                 continue
-            if str(self.directory).encode() in raylet and words.startswith(
-                f"ray::ServeReplica:octet:{deployment}".encode()
-            ):
+            if str(self.directory).encode() in raylet and words.startswith(name.encode()):
                 found.append(int(path.name))
         return found
 
@@ -156,17 +158,22 @@ def octet(*words: str) -> "subprocess.CompletedProcess[str]":
     return run([str(layout.python(layout.RAY)), "-P", "-m", "octet", *words])
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+@contextmanager
+def started(log: Path, **given: Any) -> Iterator[RayCluster]:
     require(layout.RAY)
     # Ray's sockets are in it, and their paths may have 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="ray"))
-    log = tmp_path_factory.mktemp("ray") / "ray.log"
     try:
-        with RayCluster(directory=directory, log=log) as cluster:
+        with RayCluster(directory=directory, log=log, **given) as cluster:
             yield cluster
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with started(tmp_path_factory.mktemp("ray") / "ray.log") as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +359,26 @@ def status(cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[[], Status]
     process.wait()
 
 
+async def test_a_proxy_that_starts_too_late_is_waited_for(
+    exports: Path, write: Callable[..., Path], port: int, tmp_path: Path
+) -> None:
+    """Ray kills a proxy that is not ready in time, as on a busy machine, and starts another."""
+    backend = {"type": "embedded", "path": str(exports / "onnx"), "threads": 1}
+    with started(tmp_path / "ray.log", proxy_s=3) as cluster:
+        deploying = asyncio.create_task(asyncio.to_thread(cluster.deploy, write("late", backend)))
+        await until(lambda: bool(cluster.processes("ray::SERVE_PROXY")), "no proxy")
+        (proxy,) = cluster.processes("ray::SERVE_PROXY")
+        os.kill(proxy, signal.SIGSTOP)
+        try:
+            done = await deploying
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(proxy, signal.SIGCONT)
+        assert done.returncode == 0, done.stderr
+        assert proxy not in cluster.processes("ray::SERVE_PROXY")
+        assert ready(port)["models"][MODEL][0]["proof"] == "proven"
+
+
 async def test_a_replica_that_dies_loses_no_request_without_a_token(
     cluster: RayCluster,
     exports: Path,
@@ -365,9 +392,10 @@ async def test_a_replica_that_dies_loses_no_request_without_a_token(
     assert ready(port)["models"][MODEL][0]["proof"] == "proven"
     # Long answers: some are in progress at any time.
     async with Clients(url(port), workers=16, tokens=256) as clients:
-        before = {pid: cpu_ticks(pid) for pid in cluster.replicas("main-1")}
         await clients.more(24)
-        # Ray may prefer one of them for a while, so the one that works is killed.
+        # Ray may prefer one of them for a while, so the one that works now is killed.
+        before = {pid: cpu_ticks(pid) for pid in cluster.replicas("main-1")}
+        await asyncio.sleep(0.5)
         survivor, victim = sorted(before, key=lambda pid: cpu_ticks(pid) - before[pid])
         os.kill(victim, signal.SIGKILL)
         await clients.more(16)

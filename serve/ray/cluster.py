@@ -4,7 +4,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import ray
@@ -120,16 +121,15 @@ def _wait(say: Callable[[str], None]) -> None:
     while True:
         found = serve.status()
         status = found.applications[APPLICATION]
-        proxied = ProxyStatus.HEALTHY in found.proxies.values()
-        if status.status == ApplicationStatus.RUNNING and proxied:
+        proxies = Counter(found.proxies.values())
+        if status.status == ApplicationStatus.RUNNING and proxies[ProxyStatus.HEALTHY]:
             return
-        if not proxied and "" not in said:  # no deployment has this name
-            said[""] = "starting"
-            say("Ray's HTTP proxy: starting")
-        for name, deployment in status.deployments.items():
-            states = ", ".join(
-                f"{count} {state.lower()}" for state, count in deployment.replica_states.items()
-            )
+        counts: dict[str, Mapping[str, int]] = {
+            "Ray's HTTP proxy": proxies,
+            **{name: x.replica_states for name, x in status.deployments.items()},
+        }
+        for name, counted in counts.items():
+            states = ", ".join(f"{count} {state.lower()}" for state, count in counted.items())
             if states and said.get(name) != states:
                 said[name] = states
                 say(f"{name}: {states}")

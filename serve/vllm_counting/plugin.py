@@ -263,10 +263,11 @@ def _graphs_that_count(wrapper: Any, worker: WorkerCounts) -> Iterator[None]:
 
 
 def eager_kernels(compilation: Any) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context in which vLLM runs its model as in eager mode, though it compiles others.
+    """Returns a context in which a model runs with the kernels of vLLM's eager mode.
 
-    What it would compile is written as many small operations, each a kernel if it runs uncompiled.
-    `compilation` is vLLM's configuration. Does nothing without a CUDA device.
+    For its compiler, vLLM writes norms and the like as several small operations. Uncompiled, each
+    of them is a kernel of its own. `compilation` is vLLM's configuration. The context changes
+    nothing without a CUDA device, or where vLLM does not compile.
     """
     from vllm.config import CompilationMode
     from vllm.platforms import current_platform

@@ -1,10 +1,10 @@
 """A stand-in for the `vllm` command: a fake server in a process of its own.
 
 Options that real vLLM does not have make it misbehave: `--broken` ends with a traceback before it
-listens, `--hang` never listens, `--dead-after N` reports a dead engine after N seconds,
-`--slow N` takes N seconds for each token, and `--hold FILE` answers no request while the file is
-there. `--engine` starts a process beside the server, which ignores SIGTERM, as vLLM's does while it
-starts.
+listens, `--hang` never listens, `--late FILE` does not listen while the file is there,
+`--dead-after N` reports a dead engine after N seconds, `--slow N` takes N seconds for each token,
+and `--hold FILE` answers no request while the file is there. `--engine` starts a process beside the
+server, which ignores SIGTERM, as vLLM's does while it starts.
 """
 
 import asyncio
@@ -66,6 +66,8 @@ async def serve(words: list[str]) -> None:
 
     if "--hang" in words:
         await asyncio.Event().wait()
+    while "--late" in words and Path(words[words.index("--late") + 1]).exists():
+        await asyncio.sleep(0.01)
     server = FakeOpenAI(delay_s=number("--slow"))
     if "--hold" in words:
         server.runner.gate = FileGate(words[words.index("--hold") + 1])

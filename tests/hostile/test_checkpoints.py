@@ -42,7 +42,9 @@ from tests.hostile.checkpoints import (
 from tests.layout import FILES, ROOT
 from verify.reader.checkpoint import Written
 
-READING, COMMAND = 2.0, 6.0  # seconds of CPU time
+# Seconds of CPU time: several times what they take on a quiet core (1.2 for a million keys), since
+# a core that others share took 2.2 for the same.
+READING, COMMAND = 5.0, 6.0
 MEMORY = 1 << 30  # of address space, beyond what the process has
 
 

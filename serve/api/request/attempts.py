@@ -194,11 +194,12 @@ class Attempts:
         before_s = 0.0 if self.ticket is None else self.ticket.queued_s
         try:
             while True:
+                starting = pool.returning
                 try:
                     self.ticket = await self._admitted(pool, deadline)
                     break
-                except Overloaded as error:
-                    if error.reason != "queue_timeout" or not pool.returning:
+                except Overloaded as error:  # a time in the queue that a start took is not counted
+                    if error.reason != "queue_timeout" or not (starting or pool.returning):
                         raise
         finally:  # also counts a wait that ended without capacity
             self._queued_s += time.monotonic() - since

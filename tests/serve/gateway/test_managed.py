@@ -182,12 +182,21 @@ async def test_one_that_can_never_start_is_refused(
 async def test_requests_that_queue_wait_for_the_start_too(
     tmp_path: Path, entry: Callable[..., str]
 ) -> None:
-    short = f"{QUICK}, admission: {{max_tokens: 12, max_wait_s: 0.2}}"
-    async with gateway_of(tmp_path, one(entry()).replace(QUICK, short)) as served:
+    """And then for as long as a queue may last: one request is served at a time here."""
+    late, hold = tmp_path / "late", tmp_path / "hold"
+    late.touch()
+    hold.touch()
+    text = one(entry("--late", str(late), "--hold", str(hold)))
+    admission = f"{QUICK}, admission: {{max_tokens: 12, max_wait_s: 1.5}}"
+    async with gateway_of(tmp_path, text.replace(QUICK, admission)) as served:
         answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(4)]
+        rejections = served.gateway.admission.rejections
+        await until(lambda: rejections["p", "queue_timeout"] == 3)
+        late.unlink()
+        await until(lambda: served.gateway.pools["p"].ready)
+        await until(lambda: rejections["p", "queue_timeout"] == 6)
+        hold.unlink()
         assert [status for status, _ in await asyncio.gather(*answers)] == 4 * [200]
-        samples = served.gateway.admission.rejections
-        assert samples["p", "queue_timeout"]
 
 
 def chain(*entries: str) -> str:

@@ -13,8 +13,10 @@ from serve.config import HttpConfig, ManagedConfig
 from serve.vllm.command import (
     SAFE_PATH,
     WEIGHT_ONLY,
+    Installed,
     artifact_flags,
     find_vllm,
+    gpus,
     gpus_at_rest,
     machine_flags,
     require_checkpoint,
@@ -57,11 +59,11 @@ class ManagedBackend(OpenAiHttpBackend):
 
     async def start(self) -> None:
         await super().start()
-        words = await asyncio.to_thread(self._command)
+        vllm = await asyncio.to_thread(self._found)
         config = self._managed
         self.supervisor = Supervisor(
             config.name or config.artifact.name,
-            lambda port: [*words, "--host", "127.0.0.1", "--port", str(port)],
+            lambda: asyncio.to_thread(self._words, vllm),
             self._health,
             environment=SAFE_PATH
             | start_variables()
@@ -83,14 +85,20 @@ class ManagedBackend(OpenAiHttpBackend):
             await self.supervisor.close()
         await super().close()
 
-    def _command(self) -> list[str]:
-        """Returns the words that start vLLM, without a port. Raises OctetError if none can."""
+    def _found(self) -> Installed:
+        """Finds vLLM. Raises OctetError if it cannot serve the artifact on this machine."""
         config = self._managed
         vllm = find_vllm(config.command, config.python)
         if vllm.problem:
             _log.warning("%s; it is proven all the same", vllm.problem)
         variables = os.environ | config.environment
         _require_space(Path(variables.get("VLLM_CACHE_ROOT") or Path.home()))
+        machine_flags(config.artifact, gpus(), config.options)
+        return vllm
+
+    def _words(self, vllm: Installed) -> list[str]:
+        """Returns the command that starts vLLM with the memory that is free now, without a port."""
+        config = self._managed
         return [
             *vllm.words,
             str(config.artifact.resolve()),

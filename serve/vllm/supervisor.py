@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 
-from octet.errors import printable
+from octet.errors import OctetError, printable
 from serve.vllm.process import STOP_S, cause_in, free_port, guarded
 
 __all__ = ["Supervisor"]
@@ -35,16 +35,21 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        words: Callable[[int], Sequence[str]],
+        words: Callable[[], Awaitable[Sequence[str]]],
         health: Callable[[], Awaitable[int]],
         *,
         environment: Mapping[str, str],
         moved: Callable[[int], None],
         start_timeout_s: float,
     ) -> None:
-        """`words` returns the command for a port, and `moved` is called with each new port."""
+        """`words` makes the command but for its port; `moved` is called with each new port.
+
+        `words` is called again after each process that was never healthy: what the command was made
+        from, such as the free memory of a GPU, may have changed.
+        """
         self.name = name  # of the backend, before each line of the log
-        self._words = words
+        self._make_words = words
+        self._words: Sequence[str] = ()
         self._health = health
         self._environment = dict(environment)
         self._moved = moved
@@ -82,9 +87,13 @@ class Supervisor:
                 healthy_s = await self._live()
             except OSError as error:  # it cannot be executed
                 self.last_end = f"cannot be started: {error.strerror or error}"
+            except OctetError as error:
+                self.last_end = f"cannot be started: {error}"
             except Exception as error:  # a defect of Octet; the next start may succeed
                 self.last_end = f"cannot be started: {error!r}"
                 _log.exception("%s", self.name)
+            if not healthy_s:
+                self._words = ()
             self.failures = 0 if healthy_s >= _LASTED_S else self.failures + 1
             delay_s = 0.0
             if self.failures:
@@ -94,11 +103,13 @@ class Supervisor:
 
     async def _live(self) -> float:
         """Runs one process to its end; returns the seconds for which it was healthy."""
+        if not self._words:
+            self._words = await self._make_words()
         port = free_port()
         self._moved(port)
         self._lines.clear()
         self.starts += 1
-        words = self._words(port)
+        words = [*self._words, "--host", "127.0.0.1", "--port", str(port)]
         _log.info("%s: starting %s", self.name, " ".join(words))
         with guarded(words) as (guarded_words, pipe):
             process = await asyncio.create_subprocess_exec(
@@ -139,6 +150,8 @@ class Supervisor:
                 if healthy_at is None:
                     healthy_at, self.was_healthy = now, True
                     _log.info("%s: vLLM is ready after %.0f s", self.name, now - began)
+                if now - healthy_at >= _LASTED_S:
+                    self.failures = 0
             elif healthy_at is None and now - began > self._start_timeout_s:
                 self.last_end = (
                     f"was not ready within {self._start_timeout_s:g} s; its last line:"

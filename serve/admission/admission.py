@@ -146,6 +146,7 @@ class Admission:
                     max_queue=config.max_queue,
                     max_wait_s=config.max_wait_s,
                     deadline=deadline,
+                    starting=lambda: pool.returning,
                 )
             except RequestError as error:
                 reason = error.reason if isinstance(error, Overloaded) else error.code or ""
@@ -224,7 +225,7 @@ class Ticket:
         self._admission = admission
         self._charge = charge
         self._gate: Gate | None = None
-        self._since = 0.0
+        self._since: float | None = None  # None: no backend can serve it yet
         self.principal = principal
         self.tokens = tokens  # that the request counts for
         self.queued_s = 0.0
@@ -242,6 +243,15 @@ class Ticket:
             return
         self._leave()
         await self._admission._enter(self, pool, deadline)
+
+    def pause(self) -> None:
+        """Records that it waits for a backend to start: no time of that is time to serve it."""
+        self._since = None
+
+    def resume(self) -> None:
+        """Records that a backend serves it from now on; without effect if it does not wait."""
+        if self._since is None:
+            self._since = self._admission._clock()
 
     def settle(self, prompt_tokens: int, completion_tokens: int) -> None:
         """Records the true counts for the key's rates and quota; 0 and 0 if no backend began.
@@ -261,7 +271,8 @@ class Ticket:
     def _leave(self) -> None:
         gate, self._gate = self._gate, None
         if gate is not None:
-            gate.leave(self.tokens, self._admission._clock() - self._since)
+            now, since = self._admission._clock(), self._since
+            gate.leave(self.tokens, None if since is None else now - since)
 
 
 BYTES_PER_TOKEN = 4

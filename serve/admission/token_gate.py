@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import functools
 import math
 import random
 import time
@@ -110,8 +109,12 @@ SPREAD = 0.25
 DOUBT = 2.0  # factor by which the next tokens may stay shorter than the mean
 
 
+def _never() -> bool:
+    return False
+
+
 class _Waiter:
-    __slots__ = ("expiry", "flow", "future", "granted", "tokens")
+    __slots__ = ("expiry", "flow", "future", "granted", "tokens", "waited_s")
 
     def __init__(self, flow: Flow, tokens: int, future: asyncio.Future[None]) -> None:
         self.flow = flow
@@ -119,6 +122,7 @@ class _Waiter:
         self.future = future
         self.granted = False
         self.expiry: asyncio.TimerHandle | None = None
+        self.waited_s = 0.0  # when `expiry` comes
 
 
 class Gate:
@@ -157,31 +161,41 @@ class Gate:
         return True
 
     async def wait(
-        self, flow: Flow, tokens: int, *, max_queue: int, max_wait_s: float, deadline: float | None
+        self,
+        flow: Flow,
+        tokens: int,
+        *,
+        max_queue: int,
+        max_wait_s: float,
+        deadline: float | None,
+        starting: Callable[[], bool] = _never,
     ) -> None:
         """Returns when the request is admitted. If cancelled, it leaves no trace.
 
         Raises RequestError: 503 if the queue is full, or `max_wait_s` is over, or at once if that
-        is certain to happen; 504 at the deadline (a time of `clock`).
+        is certain to happen; 504 at the deadline (a time of `clock`). While `starting()`, nothing
+        is served: `max_wait_s` begins when that is over, and the request keeps its place.
         """
-        self._require_in_time(flow, tokens, max_wait_s)
+        if not starting():
+            self._require_in_time(flow, tokens, max_wait_s)
         waiter = self._enqueue(flow, tokens, max_queue, max_wait_s)
-        loop = waiter.future.get_loop()
-        left_s = max_wait_s if deadline is None else min(max_wait_s, deadline - self._clock())
-        late = deadline is not None and left_s < max_wait_s
-        expire = functools.partial(self._expire, waiter, left_s, max_wait_s, late)
-        waiter.expiry = loop.call_later(max(left_s, 0.0), expire)
+        self._set_expiry(waiter, max_wait_s, deadline, starting)
         try:
             await waiter.future
         except BaseException:
             self._abandon(waiter)
             raise
         finally:
+            assert waiter.expiry is not None
             waiter.expiry.cancel()
 
-    def leave(self, tokens: int, stay_s: float) -> None:
-        """Releases the tokens of an admitted request that ended after `stay_s`."""
-        self.drain.left(tokens, stay_s, self.tokens, self._clock())
+    def leave(self, tokens: int, stay_s: float | None) -> None:
+        """Releases the tokens of an admitted request that ended after `stay_s`.
+
+        None: no backend served it, so it says nothing about how fast they are.
+        """
+        if stay_s is not None:
+            self.drain.left(tokens, stay_s, self.tokens, self._clock())
         self.tokens -= tokens
         self.requests -= 1
         if self.queue:
@@ -265,13 +279,32 @@ class Gate:
             waiter.future.set_result(None)
         self.drain.emptied()
 
-    def _expire(self, waiter: _Waiter, waited_s: float, max_wait_s: float, late: bool) -> None:
-        if waiter.future.done():
-            return
+    def _set_expiry(
+        self,
+        waiter: _Waiter,
+        max_wait_s: float,
+        deadline: float | None,
+        starting: Callable[[], bool],
+    ) -> None:
+        """Ends the wait after `max_wait_s`, or sets that again if a start was part of the time."""
+        left_s = max_wait_s if deadline is None else min(max_wait_s, deadline - self._clock())
+        late, began_in_start = left_s < max_wait_s, starting()
+        left_s = max(left_s, 0.0)
+
+        def expire() -> None:
+            waiter.waited_s += left_s
+            if not late and (began_in_start or starting()):
+                self._set_expiry(waiter, max_wait_s, deadline, starting)
+            elif not waiter.future.done():
+                self._expire(waiter, max_wait_s, late)
+
+        waiter.expiry = waiter.future.get_loop().call_later(left_s, expire)
+
+    def _expire(self, waiter: _Waiter, max_wait_s: float, late: bool) -> None:
         self.queue.remove(waiter.flow, waiter)
         if late:
             error = RequestError(
-                f"the request's deadline passed: {max(waited_s, 0.0):.3f} s were spent in the "
+                f"the request's deadline passed: {waiter.waited_s:.3f} s were spent in the "
                 f"queue of '{self.pool}', none on a backend",
                 status=504,
                 code="deadline_exceeded",
@@ -279,7 +312,7 @@ class Gate:
             )
         else:
             error = overloaded(
-                f"'{self.pool}' had no capacity within {waited_s:g} s",
+                f"'{self.pool}' had no capacity within {max_wait_s:g} s",
                 self.retry_after_s(waiter.tokens, waiter.flow.level.priority, max_wait_s),
                 reason="queue_timeout",
             )

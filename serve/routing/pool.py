@@ -192,6 +192,8 @@ class Pool:
     @property
     def returning(self) -> bool:
         """Returns whether none serves, and waiting for a process that is being started may help."""
+        if self.closing:
+            return False
         if self.phase == "starting" or (self.phase == "started" and self.has_successor):
             return not self.ready
         return any(m.returning for m in self.members) and not self.ready
@@ -285,6 +287,7 @@ class Pool:
     async def close(self) -> None:
         """Closes every backend; retiring ones do not finish their requests. Safe to call twice."""
         self.closing = True
+        self._changed()  # whoever waits for a backend waits in vain
         await self._gone.close([*self.members, *self._prepared])
 
     async def prepare(

@@ -1,10 +1,11 @@
 """A stand-in for the `vllm` command: a fake server in a process of its own.
 
 Options that real vLLM does not have make it misbehave: `--broken` ends with a traceback before it
-listens, `--hang` never listens, `--late FILE` does not listen while the file is there,
-`--dead-after N` reports a dead engine after N seconds, `--slow N` takes N seconds for each token,
-and `--hold FILE` answers no request while the file is there. `--engine` starts a process beside the
-server, which ignores SIGTERM, as vLLM's does while it starts.
+listens, `--broken-by FILE` does so while the file is there, `--hang` never listens, `--late FILE`
+does not listen while the file is there, `--dead-after N` reports a dead engine after N seconds,
+`--slow N` takes N seconds for each token, and `--hold FILE` answers no request while the file is
+there. `--engine` starts a process beside the server, which ignores SIGTERM, as vLLM's does while it
+starts.
 """
 
 import asyncio
@@ -36,10 +37,13 @@ def write_vllm(path: Path) -> Path:
 
 
 def main(words: list[str]) -> None:
+    def there(name: str) -> bool:
+        return name in words and Path(words[words.index(name) + 1]).exists()
+
     print(f"INFO starting {' '.join(words)}", flush=True)
     if "--engine" in words:
         subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600; :"])
-    if "--broken" in words:
+    if "--broken" in words or there("--broken-by"):
         print(TRACEBACK, file=sys.stderr)
         sys.exit(1)
     asyncio.run(serve(words))

@@ -29,7 +29,6 @@ from octet.errors import (
 )
 from serve.access.keys import Principal
 from serve.admission.admission import Admission, Ticket
-from serve.admission.token_gate import Overloaded
 from serve.api.errors import forget_frames
 from serve.api.operation import Answer, Call, Operation, close
 from serve.api.relay import AnsweredFailure
@@ -92,6 +91,9 @@ class Attempts:
         """
         last: OctetError | None = None
         for pool in self.pools:
+            stopped = pool.phase in ("dormant", "given_up")
+            if stopped and (last is not None or pool is not self.pools[-1]):
+                continue  # it has no backends: the error of one that has some tells more
             try:
                 await self._enter(pool)
                 return await self._try_pool(pool)
@@ -193,14 +195,7 @@ class Attempts:
         deadline = since + self.deadlines.remaining_s
         before_s = 0.0 if self.ticket is None else self.ticket.queued_s
         try:
-            while True:
-                starting = pool.returning
-                try:
-                    self.ticket = await self._admitted(pool, deadline)
-                    break
-                except Overloaded as error:  # a time in the queue that a start took is not counted
-                    if error.reason != "queue_timeout" or not (starting or pool.returning):
-                        raise
+            self.ticket = await self._admitted(pool, deadline)
         finally:  # also counts a wait that ended without capacity
             self._queued_s += time.monotonic() - since
         self.observation.queued(self.ticket.queued_s - before_s)
@@ -255,6 +250,8 @@ class Attempts:
                     member = await self._next_member(pool, tried, unfit, failure)
             if member is not None:
                 self.observation.retried(failure.kind)
+        if pool.closing:
+            raise shutting_down()
         raise failure or _none_left(pool, refusal, unfit)
 
     async def _next_member(
@@ -271,13 +268,18 @@ class Attempts:
         later = self.pools[self.pools.index(pool) + 1 :]
         if any(other.available for each in later for other in each.members):
             return None
-        if pool.returning and await pool.returned(unfit, self.deadlines.remaining_s):
-            return pool.choose(self._ask, unfit)
+        waits = pool.returning
+        if waits:
+            assert self.ticket is not None
+            self.ticket.pause()
+            if await pool.returned(unfit, self.deadlines.remaining_s):
+                return pool.choose(self._ask, unfit)
         # Waits for capacity only if the next attempt is outside the retry budget.
         free = failure is not None and failure.kind in _RETRIED_FREE and not self._free_retry_used
-        if not free:
+        if not (free or waits):
             return None
-        return pool.choose(self._ask, tried) if await pool.has_capacity(tried) else None
+        barred = unfit if waits else tried
+        return pool.choose(self._ask, barred) if await pool.has_capacity(barred) else None
 
     async def _may_retry(self, pool: Pool, failure: BackendError) -> None:
         """Returns when the request may be retried; raises `failure` if it may not.
@@ -301,6 +303,8 @@ class Attempts:
         """
         if self.tier is not None:
             self.tier.require(pool)
+        if self.ticket is not None:
+            self.ticket.resume()
         lease = self.lease = member.lease(self._ask.tokens, again=again)
         lease.given_up = self.deadlines.give_up
         self.observation.attempt(pool.name, member.name, pool.precision or "")

@@ -1,7 +1,7 @@
 """A pool's gate on a clock that jumps, and requests that come to it."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from serve.admission.token_gate import Gate
@@ -25,11 +25,19 @@ async def enter(
     max_queue: int = 100,
     max_wait_s: float = 60.0,
     deadline: float | None = None,
+    starting: Callable[[], bool] = lambda: False,
 ) -> str:
     """As `Admission` does; returns the key, for lists of who came in."""
     flow = gate.queue.flow(key, priority, weight)
     if not gate.try_enter(flow, tokens):
-        await gate.wait(flow, tokens, max_queue=max_queue, max_wait_s=max_wait_s, deadline=deadline)
+        await gate.wait(
+            flow,
+            tokens,
+            max_queue=max_queue,
+            max_wait_s=max_wait_s,
+            deadline=deadline,
+            starting=starting,
+        )
     return key
 
 

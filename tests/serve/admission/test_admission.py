@@ -25,6 +25,7 @@ class Pool:
     name: str = "pool"
     config: PoolConfig = field(default_factory=PoolConfig)
     capacity_tokens: int | None = None
+    returning: bool = False
 
 
 def pool(name: str = "pool", **admission: Any) -> Pool:
@@ -70,6 +71,22 @@ async def test_the_wait_in_the_queue_is_told() -> None:
     second = await admit(admission, small, 100)
     assert second.queued_s == 7.0
     second.release()
+
+
+@virtual
+async def test_the_wait_for_a_start_is_no_time_of_service() -> None:
+    admission, small = make(), pool(max_tokens=100)
+    gone, served = [await admit(admission, small, 50) for _ in range(2)]
+    for ticket in (gone, served):
+        ticket.pause()
+    await asyncio.sleep(60.0)
+    gone.release()
+    served.resume()
+    await asyncio.sleep(4.0)
+    served.resume()  # a second attempt
+    await asyncio.sleep(4.0)
+    served.release()
+    assert admission.gates["pool"].drain.stay_s == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(

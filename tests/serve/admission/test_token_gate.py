@@ -91,6 +91,29 @@ async def test_the_wait_ends_at_its_limit_or_at_the_deadline() -> None:
 
 
 @virtual
+async def test_a_start_is_no_part_of_the_wait_and_changes_no_turn() -> None:
+    gate, loop = await full(10), asyncio.get_running_loop()
+
+    def starting() -> bool:
+        return loop.time() < 100.0
+
+    oldest, newer = await asked(
+        enter(gate, 10, max_wait_s=30.0, starting=starting),
+        enter(gate, 10, max_wait_s=70.0, starting=starting),
+    )
+    deadline = enter(gate, 10, "other", max_wait_s=30.0, deadline=80.0, starting=starting)
+    with pytest.raises(RequestError, match=r"80\.000 s were spent in the queue"):
+        await deadline
+    await asyncio.sleep(45.0)  # until 125 s, when the start has been over for less than 30
+    gate.leave(10, 1.0)
+    await oldest
+    assert not newer.done()
+    with pytest.raises(RequestError, match="had no capacity within 70 s"):
+        await newer
+    assert loop.time() == 210.0
+
+
+@virtual
 async def test_one_that_gives_up_lets_the_next_try() -> None:
     gate = make_gate(100)
     await enter(gate, 60)

@@ -91,3 +91,17 @@ async def test_the_time_told_counts_the_room_there_is() -> None:
     assert gate.retry_after_s(200, priority=1) == 1.0  # which the large one does not stand before
     gate.leave(400, 4.0)
     await large
+
+
+@virtual
+async def test_nobody_is_told_to_come_later_because_of_a_start() -> None:
+    gate = await busy(100, 8.0)
+    flood = await asked(*(enter(gate, 50, max_wait_s=60.0) for _ in range(10)))
+    waiting = await asked(enter(gate, 50, max_wait_s=20.0, starting=lambda: True))
+    assert not waiting[0].done()
+    with pytest.raises(RequestError, match="will have no capacity within 20 s"):
+        await enter(gate, 50, max_wait_s=20.0)
+    gate.leave(100, None)  # its client went away before the start was over
+    assert gate.drain.stay_s == pytest.approx(8.0)
+    for task in (*flood, *waiting):
+        task.cancel()

@@ -20,6 +20,7 @@ from serve.gateway.reload import reload_from
 from serve.gateway.status import status as status_of
 from serve.http.status_page import render
 from serve.vllm import supervisor
+from serve.vllm.command import Gpu
 from tests.fake_servers.vllm_command import write_vllm
 from tests.serve.conftest import Served, configured, serving_gateway
 from tests.serve.process import members
@@ -183,20 +184,83 @@ async def test_requests_that_queue_wait_for_the_start_too(
     tmp_path: Path, entry: Callable[..., str]
 ) -> None:
     """And then for as long as a queue may last: one request is served at a time here."""
-    late, hold = tmp_path / "late", tmp_path / "hold"
+    late = tmp_path / "late"
     late.touch()
-    hold.touch()
-    text = one(entry("--late", str(late), "--hold", str(hold)))
     admission = f"{QUICK}, admission: {{max_tokens: 12, max_wait_s: 1.5}}"
-    async with gateway_of(tmp_path, text.replace(QUICK, admission)) as served:
+    text = one(entry("--late", str(late))).replace(QUICK, admission)
+    async with gateway_of(tmp_path, text) as served:
         answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(4)]
-        rejections = served.gateway.admission.rejections
-        await until(lambda: rejections["p", "queue_timeout"] == 3)
+        await asyncio.sleep(1.8)
+        assert served.gateway.admission.status()["pools"]["p"]["queued_requests"] == 3
         late.unlink()
-        await until(lambda: served.gateway.pools["p"].ready)
-        await until(lambda: rejections["p", "queue_timeout"] == 6)
-        hold.unlink()
         assert [status for status, _ in await asyncio.gather(*answers)] == 4 * [200]
+        assert not served.gateway.admission.rejections
+
+
+async def test_more_requests_than_it_takes_at_once_wait_for_the_start(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    late = tmp_path / "late"
+    late.touch()
+    async with gateway_of(tmp_path, one(entry("--late", str(late), max_in_flight=1))) as served:
+        answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(3)]
+        await until(lambda: served.gateway.running == 3)
+        late.unlink()
+        assert [status for status, _ in await asyncio.gather(*answers)] == 3 * [200]
+
+
+async def test_a_drain_that_is_over_ends_the_wait_for_a_start(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    text = one(entry("--hang")).replace(QUICK, f"{QUICK}, admission: {{max_tokens: 12}}")
+    text += "drain_timeout_s: 0.2\n"
+    async with gateway_of(tmp_path, text) as served:
+        answers = [asyncio.create_task(served.post("/v1/completions", BODY)) for _ in range(2)]
+        await until(lambda: served.gateway.running == 2)  # one waits in the queue
+        served.server.handle_exit(signal.SIGTERM, None)
+        for status, body in await asyncio.gather(*answers):
+            assert (status, body["error"]["code"]) == (503, "draining"), body
+
+
+async def test_each_start_after_a_failed_one_takes_the_memory_that_is_free(
+    tmp_path: Path,
+    entry: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What used the GPU, such as the vLLM that a reload replaces, may have ended meanwhile."""
+    free = iter([10, 100])
+    monkeypatch.setattr(
+        "serve.backends.managed.gpus_at_rest",
+        lambda: [Gpu("H200", (9, 0), memory=100, free=next(free, 50))],
+    )
+    caplog.set_level(logging.INFO)
+    breaks = tmp_path / "breaks"
+    breaks.touch()
+    async with gateway_of(tmp_path, one(entry("--broken-by", str(breaks)))) as served:
+        await until(lambda: process_of(served)["last_end"])
+        breaks.unlink()
+        await until(lambda: served.gateway.pools["p"].ready)
+        os.kill(process_of(served)["pid"], signal.SIGKILL)
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+    starts = [line for line in caplog.messages if line.startswith("own: starting ")]
+    assert ["--gpu-memory-utilization 0.08" in line for line in starts] == [True, False, False]
+
+
+async def test_one_that_serves_after_failures_is_waited_for_when_it_is_killed(
+    tmp_path: Path, entry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_LASTED_S", 0.2)
+    breaks = tmp_path / "breaks"
+    async with gateway_of(tmp_path, one(entry("--broken-by", str(breaks)))) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        backend = backend_of(served)
+        breaks.touch()
+        os.kill(process_of(served)["pid"], signal.SIGKILL)
+        await until(lambda: backend.gave_up)  # as it has ended three times
+        breaks.unlink()
+        await until(lambda: not backend.gave_up)
+        assert (await served.post("/v1/completions", BODY))[0] == 200
 
 
 def chain(*entries: str) -> str:
@@ -231,6 +295,26 @@ async def test_pools_start_one_at_a_time_until_one_serves(
         assert not served.gateway.pools["first"].members
         page = render(status_of(served.gateway))
         assert "Pool first" in page and "was given up, and the next one started" in page
+
+
+async def test_an_error_is_that_of_the_pool_that_serves(
+    tmp_path: Path, entry: Callable[..., str]
+) -> None:
+    """Not that a pool has no backends, which is stopped or not started yet."""
+    hold = tmp_path / "hold"
+    text = chain(entry("--hold", str(hold)), entry())
+    text = text.replace(QUICK, f"{QUICK}, admission: {{max_tokens: 12, max_queue: 0}}")
+    async with gateway_of(tmp_path, text) as served:
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+        hold.touch()
+        held = asyncio.create_task(served.post("/v1/completions", BODY))
+        await until(lambda: served.gateway.running)
+        async with served.session.post("/v1/completions", json=BODY) as answer:
+            assert answer.status == 503
+            assert "the queue of 'first' is full" in (await answer.json())["error"]["message"]
+            assert int(answer.headers["retry-after"]) < 10
+        hold.unlink()
+        assert (await held)[0] == 200
 
 
 async def test_the_first_pool_that_serves_is_the_only_one_that_starts(

@@ -9,7 +9,7 @@ import typer
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ConfigError
-from octet.recipe import Recipe
+from octet.recipe import PRESETS, Recipe
 from octet.storage.files import sha256_file
 from octet_cli.options import RECIPES
 
@@ -142,7 +142,7 @@ def _quantized(
 
     The steps run as commands of their own, so that this process never loads torch.
     """
-    from serve.settings import takes_vllm
+    from serve.settings import cache_for, takes_vllm
 
     chosen = Recipe.load(recipe)
     kept = out or model.absolute().with_name(f"{model.absolute().name}.{chosen.name}")
@@ -169,7 +169,11 @@ def _quantized(
         )
     else:
         _require_free(*address)
-        _octet("calibrate", model, "--samples", samples, "--recipe", recipe, "--out", calibration)
+        words = ["--samples", samples, "--recipe", recipe]
+        if with_vllm and recipe in PRESETS:  # a file of the user's says which cache it wants
+            kv_cache = cache_for(chosen, options)
+            words += [] if kv_cache == chosen.kv_cache else ["--kv", kv_cache]
+        _octet("calibrate", model, *words, "--out", calibration)
     wanted = {"checkpoint": with_vllm, "onnx": options.fallback or not with_vllm}
     for kind, needed in wanted.items():
         if needed and not (kept / kind / MANIFEST_FILE).exists():

@@ -12,6 +12,7 @@ from octet.artifacts.manifest import MANIFEST_FILE, Kind, Manifest
 from octet.errors import ArtifactError, ConfigError
 from octet.hardware.machine import local_devices
 from octet.hardware.support import support, weight_only
+from octet.recipe import KvCacheDtype, Recipe
 from serve.config import (
     EmbeddedConfig,
     GatewayConfig,
@@ -24,7 +25,7 @@ from serve.config.checks import load_config
 from serve.config.proof import Proof
 from serve.vllm.command import find_vllm, gpus, machine_flags
 
-__all__ = ["KEPT", "WAYS", "Options", "Way", "settings_of", "takes_vllm"]
+__all__ = ["KEPT", "WAYS", "Options", "Way", "cache_for", "settings_of", "takes_vllm"]
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +98,26 @@ def takes_vllm(options: Options) -> bool:
             raise
         return False
     return True
+
+
+def cache_for(recipe: Recipe, options: Options) -> KvCacheDtype:
+    """Returns the recipe's cache format, or E4M3 if vLLM serves only that one here.
+
+    vLLM has E5M2 on some GPUs and in some releases only.
+    """
+    try:
+        version = find_vllm(python=options.python).version
+    except ConfigError:
+        return recipe.kv_cache
+    for device in local_devices():
+        own, other = (
+            support(device, "vllm", version, recipe, cache) for cache in (recipe.kv_cache, "e4m3")
+        )
+        if own.cache in ("refused", "corrupt") and other.cache == "native":
+            line = "the KV cache is E4M3: vLLM %s has no %s cache on %s"
+            _log.warning(line, version or "", recipe.kv_cache.upper(), device.name)
+            return "e4m3"
+    return recipe.kv_cache
 
 
 def _kept_in(target: Path, options: Options) -> Path:

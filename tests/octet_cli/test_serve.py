@@ -15,6 +15,8 @@ import serve.run
 import serve.settings
 from octet.artifacts.provenance import SampleSet
 from octet.errors import ConfigError
+from octet.hardware.devices import find_device
+from octet.recipe import Recipe
 from octet.storage.files import sha256_file
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
 from serve.vllm.command import Gpu, Installed
@@ -99,6 +101,44 @@ def test_a_model_is_calibrated_and_exported_once(
     for again in (words, ("serve", out), ("serve", tiny_model, "-o", out)):
         assert octet(*again).returncode == 0
     assert len(ran) == 3 and len(served) == 5
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "recipe", "kv_cache"),
+    [
+        ("H100", "0.24.0", "fp8", []),
+        ("H100", "0.33.0", "fp8", ["--kv", "e4m3"]),
+        ("B200", "0.24.0", "nvfp4", ["--kv", "e4m3"]),
+        ("L4", "0.33.0", "fp8", []),
+        ("T4", "0.33.0", "fp8", []),  # serves no FP8 cache at all, which the start says
+        ("H100", "0.33.0", "own.yaml", []),
+    ],
+)
+def test_the_cache_is_one_that_vllm_has_on_this_gpu(
+    ran: Ran,
+    served: list[GatewayConfig],
+    vllm: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: Path,
+    port: int,
+    tmp_path: Path,
+    gpu: str,
+    version: str,
+    recipe: str,
+    kv_cache: list[str],
+) -> None:
+    vllm(True)
+    installed = Installed(("vllm",), version)
+    monkeypatch.setattr(serve.settings, "find_vllm", lambda **_: installed)
+    monkeypatch.setattr(serve.settings, "local_devices", lambda: [find_device(gpu)])
+    own = Recipe.load("fp8").model_copy(update={"name": "own"})
+    (tmp_path / "own.yaml").write_text(own.model_dump_json())
+    name = str(tmp_path / recipe) if recipe.endswith("yaml") else recipe
+    words = ("serve", tiny_model, "--samples", "texts.jsonl", "--recipe", name)
+    done = octet(*words, "-o", tmp_path / "kept", "--port", port)
+    assert done.returncode == 0, done.stderr
+    calibrate = ["calibrate", str(tiny_model), "--samples", "texts.jsonl", "--recipe", name]
+    assert ran[0] == [*calibrate, *kv_cache, "--out", str(tmp_path / "kept" / "calibration")]
 
 
 def test_what_is_kept_is_of_this_model_and_recipe(

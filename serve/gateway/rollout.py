@@ -393,9 +393,25 @@ def _standing(member: Member) -> str:
     return f"{text}: {proof.reason}" if proof is not None and unsure else text
 
 
+# How often, and with how many requests, a pool is proven and judged: these change no outcome.
+_SCHEDULE = {
+    "proof": {"every_s", "share", "timeout_s", "concurrency"},
+    "judge": {"share", "tokens_per_minute", "max_in_flight"},
+}
+
+
 def _settings(pool: PoolConfig) -> str:
-    """Hashes the settings that decide what a pool serves, and how it is judged."""
-    found = pool.model_dump(mode="json", include={"backends", "discover", "proof", "judge"})
+    """Hashes the settings that decide what a pool serves, and by what it is judged.
+
+    Without defaults: a setting that a later release adds changes no pool that does not set it.
+    """
+    found = pool.model_dump(
+        mode="json",
+        include={"backends", "discover", "proof", "judge"},
+        exclude=_SCHEDULE,
+        exclude_defaults=True,
+    )
+    found = {name: section for name, section in found.items() if section}
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 

@@ -294,13 +294,15 @@ def stand_in(
     judge: bool = True,
     processes: int = 1,
     others: Mapping[str, float] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """`others`: the shares of more canaries."""
+    """`others`: the shares of more canaries. `settings`: of the canary `next`."""
     shares = {"next": 0.0} | dict(others or {})
     backends = [{"type": "vllm", "url": url}]
     pools: dict[str, Any] = {name: {"backends": backends} for name in ("main", "ref", *shares)}
     for name in shares:
         pools[name] |= {"judge": JUDGE} if judge else {}
+    pools["next"] |= settings or {}
     canary = [{"pool": name, "fraction": share} for name, share in shares.items()]
     model = {"pool": "main", "canary": canary}
     admin = {} if tmp_path is None else {"rollouts_file": str(tmp_path / "rollouts.json")}
@@ -337,6 +339,18 @@ def write(tmp_path: Path, outcome: str, share: float) -> None:
     record |= {"at": "2026-11-27T00:00:00+00:00", "settings": settings}
     document = {"version": 1, "canaries": [record]}
     (tmp_path / "rollouts.json").write_text(json.dumps(document))
+
+
+def test_an_outcome_counts_however_often_the_pool_is_proven_and_judged(tmp_path: Path) -> None:
+    write(tmp_path, "promoted", 1.0)
+    judge = JUDGE | {"tokens_per_minute": 5, "share": 0.5}
+    proof = {"timeout_s": 120, "weights": "quantized"}  # a default that is written out
+    settings: dict[str, Any] = {"judge": judge, "proof": proof}
+    assert Rollouts(stand_in(tmp_path, settings=settings)).shares == {("m", "next"): 1.0}
+    settings["judge"] = judge | {"max_kl": 0.9}
+    assert Rollouts(stand_in(tmp_path, settings=settings)).shares == {}
+    settings = {"proof": {"weights": "original"}}
+    assert Rollouts(stand_in(tmp_path, settings=settings)).shares == {}
 
 
 def test_an_outcome_does_not_count_for_other_backends(

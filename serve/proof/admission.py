@@ -57,13 +57,14 @@ async def examine(
     seed: int,
     without_logprobs: Literal["refuse", "admit"],
     *,
-    suspected: bool = False,
+    every_prompt: bool = False,
     timeout_s: float = 60.0,
 ) -> Examined:
     """Runs a whole probe. Raises Unprovable, and what `send` raises.
 
-    A `suspected` backend must pass all interim checks; a subset does not suffice, because it passed
-    a subset before. `timeout_s` limits the requests that show what clients get by default.
+    With `every_prompt`, all interim checks must be passed: a subset does not suffice for a backend
+    that looks wrong after it passed one. `timeout_s` limits the requests that show what clients get
+    by default.
     """
     parts = exam.parts(seed, backend.context_length)
     if findings := await exam.findings(backend):
@@ -89,7 +90,7 @@ async def examine(
         reason, known = verdict.reason, tuple(responses)
         if verdict.outcome in WRONG:
             return Examined("refused", reason, verdict.outcome, verdict, known)
-        enough = number == len(parts) or not suspected
+        enough = number == len(parts) or not every_prompt
         enough &= len(responses) >= exam.least
         if verdict.outcome == "as_expected" and enough and not missing:
             view = await exam.client_view(backend, timeout_s=timeout_s)

@@ -102,7 +102,7 @@ class Prover:
         self._wake.set()
 
     def prove_again(self) -> None:
-        """Makes the next probe a whole one, due now. A serving backend serves on meanwhile."""
+        """Makes the next probe one of all golden prompts, due now. The backend serves meanwhile."""
         if not self.proof.probing:
             self._requested = True
             self._wake.set()
@@ -141,21 +141,22 @@ class Prover:
     async def admit(self) -> None:
         """Runs a whole probe and applies its result. Uses no earlier answers."""
         proof, member, incarnation = self.proof, self._member, self._member.incarnation
+        every_prompt = self._suspected or self._requested
         proof.probing, proof.seconds, self._requested = True, 0.0, False
         try:
-            found = await self._examined()
+            found = await self._examined(every_prompt)
             if incarnation == member.incarnation:  # else it was restarted, and is probed again
                 self._conclude(found)
         finally:
             proof.probing = False
             self.concluded.set()
 
-    async def _examined(self) -> Examined:
+    async def _examined(self, every_prompt: bool) -> Examined:
         seed, without = self._rng.getrandbits(32), self.config.without_logprobs
-        backend, send, suspected = self._member.backend, self._sender(), self._suspected
+        backend, send = self._member.backend, self._sender()
         probe = examine(
             *(self.exam, backend, send, seed, without),
-            suspected=suspected,
+            every_prompt=every_prompt,
             timeout_s=self.config.timeout_s,
         )
         found = await self._found(probe)
@@ -278,8 +279,10 @@ class Prover:
         """Handles a probe without a result: a serving backend goes on, any other waits."""
         proof, reason = self.proof, self._member.nameless(found.reason)
         proof.probed(found.outcome, found.verdict)
-        limits = UNCLEAR_S if found.soon else REFUSED_S
-        proof.next_at = self._clock() + self._backoff.next(limits)
+        after_s = self._backoff.next(UNCLEAR_S if found.soon else REFUSED_S)
+        if proof.admits and not found.soon:  # it may be busy with its clients' requests
+            after_s = max(after_s, self.config.every_s)
+        proof.next_at = self._clock() + after_s
         if not proof.admits and proof.state != "refused":
             proof.reason, proof.verdict = f"no verdict yet: {reason}", found.verdict
         line = f"no verdict; probing it again later: {reason}"

@@ -62,7 +62,7 @@ class Rounds:
         if self._broken >= _PATIENCE:
             return Examined("refused", notes, "inconclusive")
         if not probed.responses:
-            return Examined("unproven", notes, "inconclusive", soon=True)
+            return Examined("unproven", notes, "inconclusive", soon=broken)
         if not probed.alternatives:
             # If it has earlier answers, it returned log-probabilities then.
             silent: ProofState = "refused" if self._known else "admitted"

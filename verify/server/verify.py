@@ -59,12 +59,17 @@ def require_proven(query: Query, *, console: Console | None = None) -> str:
     found = asyncio.run(_check(query, console))
     declared = ""
     if found.verdict is not None and found.verdict.outcome == "better":
-        original = asyncio.run(_check(replace(query, weights="original"), console))
-        if original.verdict is not None and original.verdict.outcome == "as_expected":
-            found, declared = original, "it serves the original weights, unquantized: "
+        # Its cache is most likely not the artifact's either.
+        for kv_cache in dict.fromkeys((query.kv_cache or "float16", query.kv_cache)):
+            declaration = replace(query, weights="original", kv_cache=kv_cache)
+            original = asyncio.run(_check(declaration, console))
+            if original.verdict is not None and original.verdict.outcome == "as_expected":
+                found, declared = original, "it serves the original weights, unquantized: "
+            if not _mismatches(original):
+                break
     if found.restarted:
         return f"not proven: {RESTARTED}"
-    reasons = [line for line in found.findings if line not in found.defaults]
+    reasons = _mismatches(found)
     outcome = "inconclusive" if found.verdict is None else found.verdict.outcome
     if found.verdict is not None:
         reasons.append(found.verdict.reason)
@@ -76,6 +81,11 @@ def require_proven(query: Query, *, console: Console | None = None) -> str:
     if found.verdict is None or found.missing or outcome == "inconclusive":
         return f"not proven: {'; '.join([*reasons, *found.unchecked]) or 'no verdict'}"
     return f"proven: {declared}{found.verdict.reason}"
+
+
+def _mismatches(found: "ServerReport") -> list[str]:
+    """Returns the findings, without those about what clients get by default."""
+    return [line for line in found.findings if line not in found.defaults]
 
 
 async def _check(query: Query, console: Console | None) -> "ServerReport":

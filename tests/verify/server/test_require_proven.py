@@ -38,8 +38,11 @@ def test_a_right_server_is_measured_and_a_wrong_one_is_not(proofs: Path) -> None
         told(served(HONEST, server=vllm("fp8_e4m3")), proofs)
 
 
-def test_the_original_is_measured_beside_it(proofs: Path) -> None:
-    assert told(served(UNQUANTIZED), proofs).startswith(
+@pytest.mark.parametrize("cache", [None, "auto", "bfloat16", "fp8_e5m2"])
+def test_the_original_is_measured_beside_it(proofs: Path, cache: str | None) -> None:
+    """Whatever cache its engine reports: it is started without the artifact's options."""
+    server = None if cache is None else vllm(cache)
+    assert told(served(UNQUANTIZED, server=server), proofs).startswith(
         "proven: it serves the original weights, unquantized: as expected"
     )
 

@@ -260,20 +260,33 @@ class LiveWindow:
 
 
 def read_live(directory: Path, calibration: Calibration) -> list[LiveWindow]:
-    """Reads the windows in `directory`, oldest first, which must be of `calibration`.
+    """Reads the windows of `calibration` in `directory`, oldest first.
 
-    A server may write the directory meanwhile. Raises ConfigError for no window, and ArtifactError
-    for one that is damaged or of another calibration.
+    A server may write the directory meanwhile, also one of another calibration. Raises ConfigError
+    for no window, and ArtifactError for one that is damaged, or if all are of other calibrations.
     """
     try:
         files = [path for _, path in _files(directory)[-KEPT:]]
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}") from None
     parts: dict[tuple[str, int], list[tuple[LiveRecord, StoredHistograms]]] = {}
+    others: list[tuple[Path, LiveRecord]] = []
     for path in files:
-        opened = _open(path, calibration)
-        if opened is not None:
-            parts.setdefault((opened[0].engine, opened[0].number), []).append(opened)
+        opened = _open(path)
+        if opened is None:
+            continue
+        record, file = opened
+        if record.calibration != calibration.manifest.identity:
+            others.append((path, record))
+            continue
+        check_stored(path, file, calibration.observations)
+        counts = StoredHistograms(file, summed=True)
+        parts.setdefault((record.engine, record.number), []).append((record, counts))
+    if others and not parts:
+        require_same(*others[-1], calibration)
+    if others:
+        line = "%s: %d of %d files are of other calibrations, and left out"
+        log.warning(line, directory, len(others), len(files))
     if not parts:
         raise ConfigError(
             f"{directory}: no live histograms; a server writes the first one when it has counted"
@@ -282,8 +295,8 @@ def read_live(directory: Path, calibration: Calibration) -> list[LiveWindow]:
     return [LiveWindow(*zip(*of_one, strict=True)) for of_one in parts.values()]
 
 
-def _open(path: Path, calibration: Calibration) -> tuple[LiveRecord, StoredHistograms] | None:
-    """Opens and checks a file; None if it has been removed."""
+def _open(path: Path) -> tuple[LiveRecord, TensorFile] | None:
+    """Opens a file; None if it has been removed."""
     try:
         if path.stat().st_size > _LARGEST:
             raise ArtifactError(f"{path}: larger than live histograms can be; remove it")
@@ -292,10 +305,7 @@ def _open(path: Path, calibration: Calibration) -> tuple[LiveRecord, StoredHisto
         if not path.exists():
             return None
         raise ArtifactError(f"{error}; remove it") from None
-    record = _record(path, file.metadata.get(_METADATA))
-    require_same(path, record, calibration)
-    check_stored(path, file, calibration.observations)
-    return record, StoredHistograms(file, summed=True)
+    return _record(path, file.metadata.get(_METADATA)), file
 
 
 def _record(path: Path, text: str | None) -> LiveRecord:

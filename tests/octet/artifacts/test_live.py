@@ -157,6 +157,18 @@ def test_another_calibration_is_named(
         read_live(tmp_path, calibration)
 
 
+def test_windows_of_another_calibration_are_left_out(
+    calibration: Calibration, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a rollout of another one, whose servers write to the same directory."""
+    name = first(calibration)
+    write(tmp_path, exported(calibration, calibration="0" * 64), name, [2.0, 3.0])
+    write(tmp_path, exported(calibration), name, [1.0])
+    (window,) = read_live(tmp_path, calibration)
+    assert window.tokens == 1
+    assert "1 of 2 files are of other calibrations, and left out" in caplog.text
+
+
 def test_no_windows_are_named(calibration: Calibration, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no live histograms"):
         read_live(tmp_path, calibration)

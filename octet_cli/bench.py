@@ -1,6 +1,5 @@
 """`octet bench`: the speed of several servers under the same load, beside their quality."""
 
-import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from octet_cli.evaluate import (
     require_golden,
     require_room,
 )
-from octet_cli.options import Golden, Json, Key, TextField, console_for
+from octet_cli.options import Golden, Json, Key, TextField, console_for, words_of
 
 if TYPE_CHECKING:
     from verify.bench.load import Load
@@ -192,7 +191,7 @@ def _opened(
     from verify.evaluation.targets.server import Server
 
     count = sum(not _is_url(target) for target in targets)
-    share = ["--gpu-memory-utilization", f"{0.9 / max(count, 1):.3f}", *shlex.split(options)]
+    share = ["--gpu-memory-utilization", f"{0.9 / max(count, 1):.3f}", *words_of(options)]
     with ExitStack() as stack:
         logs = out or Path(mkdtemp(prefix="octet-bench-"))
         logs.mkdir(parents=True, exist_ok=True)

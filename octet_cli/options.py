@@ -1,6 +1,7 @@
 """Options that several commands share, and the report that they print after writing."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from octet.errors import ConfigError
 from octet.recipe import PRESETS
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Source",
     "TextField",
     "console_for",
+    "words_of",
     "wrote",
 ]
 
@@ -74,6 +77,14 @@ Key = Annotated[
     typer.Option("--key", help="Public Ed25519 key that must have signed --golden."),
 ]
 TextField = Annotated[str, typer.Option(help="Field of each sample that holds its text.")]
+
+
+def words_of(vllm_options: str) -> list[str]:
+    """Splits the value of --vllm-options as a shell does. Raises ConfigError if a shell cannot."""
+    try:
+        return shlex.split(vllm_options)
+    except ValueError as error:
+        raise ConfigError(f"--vllm-options {vllm_options}: {error}") from None
 
 
 def console_for(as_json: bool) -> Console | None:

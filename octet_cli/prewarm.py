@@ -1,7 +1,6 @@
 """`octet prewarm`: fills the kernel caches of a machine, so that vLLM starts in seconds there."""
 
 import json
-import shlex
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -9,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from octet_cli.options import Json
+from octet_cli.options import Json, words_of
 
 __all__ = ["prewarm"]
 
@@ -40,11 +39,12 @@ def prewarm(
     from serve.vllm.command import cache_variables
     from serve.vllm.server import VllmServer, complete
 
+    options = words_of(vllm_options)
     variables = {} if cache is None else cache_variables(cache.resolve())
     log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"
     started = time.monotonic()
     with VllmServer(
-        checkpoint, log=log, command=vllm, options=shlex.split(vllm_options), environment=variables
+        checkpoint, log=log, command=vllm, options=options, environment=variables
     ) as server:
         ready = time.monotonic()
         complete(server)

@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import typer
 
@@ -47,6 +47,10 @@ def rollout(
         )
     if not gateway.startswith(("http://", "https://")):
         raise ConfigError(f"--gateway {gateway}: should start with http:// or https://")
+    try:
+        urlsplit(gateway)
+    except ValueError as error:
+        raise ConfigError(f"--gateway {gateway}: {error}") from None
     url = f"{gateway.rstrip('/')}/admin/models/{quote(model, safe='')}/rollout"
     if back:
         state = _call("DELETE", url, key_env)
@@ -116,6 +120,8 @@ def _call(method: str, url: str, key_env: str, body: Any = None) -> dict[str, An
     """Returns the gateway's JSON. Raises OctetError with its message if it refuses."""
     request = urllib.request.Request(url, method=method)
     if key := os.environ.get(key_env, "").strip():
+        if not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{key_env}: the key holds characters that no HTTP header may have")
         request.add_header("authorization", f"Bearer {key}")
     if body is not None:
         request.data = json.dumps(body).encode()

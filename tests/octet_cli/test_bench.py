@@ -92,3 +92,17 @@ def test_ending_it_ends_the_generator(options: tuple[object, ...], tmp_path: Pat
                 process.kill()
     assert process.returncode == 130 and "with --out DIR" in errors
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+
+
+def test_options_of_vllm_that_no_shell_could_split_are_one_line(
+    options: tuple[object, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    model = tmp_path / "model"
+    for words in (("bench", model, model, *options), ("prewarm", model)):
+        done = octet(*words, "--vllm-options", "--served-model-name 'a b")
+        assert done.returncode == 2
+        assert (
+            done.stderr == "error: --vllm-options --served-model-name 'a b: No closing quotation\n"
+        )

@@ -127,6 +127,13 @@ async def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert message in done.stderr
         monkeypatch.setenv("OCTET_ADMIN_KEY", "wrong")
         assert "administration needs its key" in (await run("m", "next")).stderr
+        monkeypatch.setenv("OCTET_ADMIN_KEY", "two\nlines")
+        done = await run("m", "next")
+        assert done.returncode == 2 and "no HTTP header may have" in done.stderr
+    done = octet("rollout", "m", "next", "--gateway", "http://[::1")
+    assert (
+        done.returncode == 2 and done.stderr == "error: --gateway http://[::1: Invalid IPv6 URL\n"
+    )
 
 
 def test_what_is_no_gateway_is_named() -> None:

@@ -244,7 +244,7 @@ class PodProver:
         if before is not None and before.pod.server == pod.server:
             woken = pod.ready and not before.pod.ready
             before.pod = pod
-            if woken and before.member is None:
+            if woken and before.member is None and pod.server is not None:
                 await self._begin(before)
             return
         await self._drop(pod.uid)

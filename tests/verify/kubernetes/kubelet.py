@@ -68,13 +68,19 @@ class Kubelet:
         return f"/api/v1/namespaces/{self.namespace}"
 
     async def create(
-        self, name: str, *, port: int = 8000, gate: bool = True, labels: str = LABELS
+        self,
+        name: str,
+        *,
+        port: int = 8000,
+        port_name: str = "http",
+        gate: bool = True,
+        labels: str = LABELS,
     ) -> Json:
         """A pod that is bound to a node, and does not run yet."""
         container = {
             "name": "server",
             "image": "server",
-            "ports": [{"name": "http", "containerPort": port}],
+            "ports": [{"name": port_name, "containerPort": port}],
         }
         spec: Json = {
             "nodeName": "no-such-node",

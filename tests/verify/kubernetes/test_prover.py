@@ -227,6 +227,19 @@ async def test_pods_without_an_address_a_port_or_a_gate_are_named(
     assert "pod gateless has no readiness gate octet.dev/proven: it gets traffic" in caplog.text
 
 
+async def test_a_pod_whose_port_has_another_name_is_named_once(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage.prover():
+        await stage.kubelet.create("other", port_name="web")
+        await stage.kubelet.run("other")
+        await stage.kubelet.until("other", "False", "NotRunning")
+        await stage.kubelet.run("other", ready=True)
+        await asyncio.sleep(0.3)
+    assert "port named 'http'" in (await stage.kubelet.condition("other"))["message"]
+    assert "Traceback" not in caplog.text
+
+
 async def test_the_prover_survives_what_an_api_server_does(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:

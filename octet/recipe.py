@@ -1,7 +1,7 @@
 """Defines recipes: the tensors to quantize, their formats and granularities; and named presets."""
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -10,7 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from octet.errors import ConfigError, nearest
 
-__all__ = ["MOST_MARGIN", "PRESETS", "Granularity", "Override", "Recipe", "TensorScheme"]
+__all__ = [
+    "MOST_MARGIN",
+    "PRESETS",
+    "Granularity",
+    "Override",
+    "Recipe",
+    "TensorScheme",
+    "patterns_of",
+]
 
 Granularity = Literal["tensor", "channel", "token", "block", "group"]
 ScaleMethod = Literal["max", "mse", "four_six", "percentile", "kl"]
@@ -159,11 +167,12 @@ class Recipe(BaseModel):
 
     @property
     def takes_from_samples(self) -> bool:
-        """True if any scale depends on the samples: of static inputs, of NVFP4, of an E4M3 cache.
+        """True if any scale depends on the samples: of static inputs, 4-bit weights, an E4M3 cache.
 
         An E5M2 cache has one only where it could not be folded into the weights.
         """
-        return self.has_static_scales or any(scheme.two_level for scheme in self._inputs)
+        two_level = any(scheme.two_level for scheme in self._inputs)
+        return self.has_static_scales or two_level or self.weighs_inputs
 
     @property
     def has_static_scales(self) -> bool:
@@ -250,6 +259,15 @@ class Recipe(BaseModel):
         except (yaml.YAMLError, ValidationError) as error:
             detail = _first_problem(error)
             raise ConfigError(f"recipe {path}: {detail}") from None
+
+
+def patterns_of(linears: Iterable[str]) -> list[str]:
+    """Returns the shell patterns of these linears: one for all experts of a layer, as engines do.
+
+    One kernel computes a layer's experts, so it takes one format for all of them.
+    """
+    parts = (name.partition(".experts.") for name in linears)
+    return list(dict.fromkeys(f"{a}{b}*" if b else a for a, b, _ in parts))
 
 
 def _check_pair(weights: TensorScheme, activations: TensorScheme) -> None:

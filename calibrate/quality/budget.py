@@ -162,7 +162,7 @@ def choose(
         curve=tuple(curve),
         chosen=tuple((unit.name, level.name) for unit, level in promoted),
         units=len(search.units),
-        recipe=build_recipe(quantization.checkpoint.spec, recipe, promoted, name),
+        recipe=build_recipe(recipe, promoted, name),
         tokens=cost.tokens,
         evaluated_on=evaluated_on,
     )

@@ -1,4 +1,4 @@
-"""Fused groups: the linears that share an input when served, and therefore a format."""
+"""Fused groups: the linears that one kernel computes when served, and that share a format."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,18 +13,14 @@ from octet.recipe import PRESETS, Recipe, TensorScheme
 __all__ = ["Unit", "find_units", "format_label", "unit_weights"]
 
 # Names that engines give to the fused linears.
-_FUSED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj", "w1+w3": "w13"}
+_FUSED = {"q_proj+k_proj+v_proj": "qkv_proj", "gate_proj+up_proj": "gate_up_proj"}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that are quantized together: q/k/v, gate/up, or one alone.
+    """Linears that are quantized together: q/k/v, gate/up, one alone, or all experts of a layer."""
 
-    One kernel computes all experts of a layer: their gates and ups are one unit, their downs
-    another.
-    """
-
-    name: str  # such as model.layers.0.self_attn.qkv_proj, or model.layers.0.mlp.experts.down_proj
+    name: str  # such as model.layers.0.self_attn.qkv_proj, or model.layers.0.mlp.experts
     layer: int
     linears: tuple[Linear, ...]
 
@@ -46,14 +42,14 @@ def find_units(spec: ModelSpec, recipe: Recipe) -> list[Unit]:
         if recipe.scheme_of(linear.name) is not None:
             block, _, first = linear.input.removesuffix(".input").rpartition(".")
             if ".experts." in block:
-                block = block.rpartition(".")[0]
+                block, first = block.rpartition(".")[0], ""
             found.setdefault((block, first), []).append(linear)
     units = []
-    for (block, _), linears in found.items():
-        projections = dict.fromkeys(linear.name.rpartition(".")[2] for linear in linears)
-        joined = "+".join(projections)
+    for (block, first), linears in found.items():
+        joined = "+".join(linear.name.rpartition(".")[2] for linear in linears)
+        name = f"{block}.{_FUSED.get(joined, joined)}" if first else block
         layer = ".".join(block.split(".")[:3])
-        units.append(Unit(f"{block}.{_FUSED.get(joined, joined)}", layers[layer], tuple(linears)))
+        units.append(Unit(name, layers[layer], tuple(linears)))
     return units
 
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 from octet.errors import ConfigError, GateError, UnsupportedError
 from octet.limit import LEAST_SAMPLES, Cost, Limit, parse_limits
 from octet.model.spec import ModelSpec
+from octet.recipe import patterns_of
 from octet.statistics import CONFIDENCE
 
 __all__ = [
@@ -173,7 +174,8 @@ class Outcome:
         if first.measured <= first.limit.value:
             ways.append(f"{command} with more --held-out text, which narrows the bound")
         cause = self._causes()
-        excluded = " ".join(f"--exclude {name}" for part in cause for name in part.linears)
+        linears = (name for part in cause for name in part.linears)
+        excluded = " ".join(f"--exclude {pattern}" for pattern in patterns_of(linears))
         options = [excluded] if excluded else []
         if any(not part.linears for part in cause):
             options.append("another --kv-cache")

@@ -1,6 +1,6 @@
 """Formats that a unit can be promoted to, their sizes in bytes, and the resulting recipe."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -9,7 +9,7 @@ from calibrate.quality.fused_units import Unit
 from octet.model.spec import Linear, ModelSpec
 from octet.numerics.formats import FORMATS
 from octet.numerics.scaling import Granularity
-from octet.recipe import PRESETS, Override, Recipe, TensorScheme
+from octet.recipe import PRESETS, Override, Recipe, TensorScheme, patterns_of
 
 __all__ = ["Level", "Pair", "build_recipe", "levels_above", "total_bytes", "weight_bytes"]
 
@@ -57,14 +57,12 @@ def weight_bytes(linear: Linear, pair: Pair | None) -> int:
     return size + (4 if scheme.two_level else 0)
 
 
-def build_recipe(
-    spec: ModelSpec, recipe: Recipe, promoted: Sequence[tuple[Unit, Level]], name: str
-) -> Recipe:
+def build_recipe(recipe: Recipe, promoted: Sequence[tuple[Unit, Level]], name: str) -> Recipe:
     """Returns `recipe` with units at their levels, linears by full name (experts as `*`)."""
     exclude = list(recipe.exclude)
     overrides = []
     for unit, level in promoted:
-        patterns = _patterns(spec, unit)
+        patterns = patterns_of(unit.names)
         if level.pair is None:
             exclude += patterns
             continue
@@ -88,14 +86,3 @@ def total_bytes(spec: ModelSpec, pairs: Mapping[str, Pair | None]) -> int:
         else:
             total += weight_bytes(linear, pairs.get(linear.name))
     return total
-
-
-def _patterns(spec: ModelSpec, unit: Unit) -> Iterable[str]:
-    """Returns shell patterns of the unit's linears; one per projection if it has all experts."""
-    if ".experts." not in unit.names[0]:
-        return unit.names
-    experts = spec.experts_of(spec.layer(unit.layer))
-    projections = dict.fromkeys(name.rpartition(".")[2] for name in unit.names)
-    if len(unit.names) == spec.experts * len(projections):
-        return [f"{experts}.*.{projection}" for projection in projections]
-    return unit.names

@@ -6,8 +6,8 @@ activations carry the energy, and a scale that covers them leaves no codes for t
 small values, those up to `Histogram.small_limit` of the calibration, have a ratio of their own.
 
 Time, in forward passes over the batches: every unit starts at its own layer, from the reference's
-hidden states there, so the four units of each of L layers cost 2(L + 1). Four more passes are for
-those hidden states, the embeddings, the cache, and all parts together.
+hidden states there, so the four units of each of L layers (three with experts) cost 2(L + 1). Four
+more passes are for those hidden states, the embeddings, the cache, and all parts together.
 Memory: one set of hidden states [tokens, H], and a copy of the unit's weights.
 """
 

@@ -16,6 +16,7 @@ from calibrate.samples.batches import Batch
 from calibrate.samples.tokens import load_tokenizer
 from calibrate.scales.derive import derive_scales
 from calibrate.simulate.model import simulate, simulate_modules
+from export.checkpoint.fused import groups_by_kernel
 from octet.errors import ConfigError
 from octet.model.checkpoint import Checkpoint
 from octet.recipe import PRESETS, Recipe
@@ -242,16 +243,12 @@ def test_a_recipe_names_experts_by_one_pattern(tmp_path: Path) -> None:
     units = {unit.name: unit for unit in find_units(spec, recipe)}
     up, original = levels_above((recipe.weights, recipe.activations))
     experts = "model.layers.1.block_sparse_moe.experts"
-    promoted = [(units[f"{experts}.w13"], up), (units[f"{experts}.w2"], original)]
-    built = build_recipe(spec, recipe, promoted, "mixed")
-    assert built.exclude[-1] == f"{experts}.*.w2"
-    assert [override.match for override in built.overrides] == [
-        f"{experts}.*.w1",
-        f"{experts}.*.w3",
-    ]
-    assert built.scheme_of(f"{experts}.3.w2") is None
-    assert built.scheme_of(f"{experts}.3.w1") == up.pair
-    assert built.scheme_of("model.layers.0.block_sparse_moe.experts.3.w1") == (
-        recipe.weights,
-        recipe.activations,
-    )
+    for level in (up, original):
+        built = build_recipe(recipe, [(units[experts], level)], "mixed")
+        patterns = [override.match for override in built.overrides] or [built.exclude[-1]]
+        assert patterns == [f"{experts}.*"]
+        for group in groups_by_kernel(spec.linears()):  # as an export requires
+            assert len({str(built.scheme_of(linear.name)) for linear in group}) == 1
+        assert built.scheme_of(f"{experts}.3.w2") == level.pair
+        own = recipe.weights, recipe.activations
+        assert built.scheme_of("model.layers.0.block_sparse_moe.experts.3.w1") == own

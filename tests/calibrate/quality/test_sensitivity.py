@@ -181,7 +181,7 @@ def test_the_rest_of_a_model_is_the_model(bench: Bench) -> None:
     assert len(bench.model.model.layers) == bench.checkpoint.spec.layers
 
 
-def test_experts_are_two_units_a_layer(tmp_path: Path) -> None:
+def test_experts_are_one_unit_a_layer(tmp_path: Path) -> None:
     bench = make_bench(write_model(tmp_path / "moe", "qwen3_moe"), samples=8, length=32)
     bench.reference = Reference(bench.model, bench.checkpoint.spec, bench.batches)
     found = measure(bench, recipe_with("fp8", kv_cache="float16"))
@@ -189,11 +189,10 @@ def test_experts_are_two_units_a_layer(tmp_path: Path) -> None:
     assert names == [
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.self_attn.o_proj",
-        "model.layers.0.mlp.experts.gate_up_proj",
-        "model.layers.0.mlp.experts.down_proj",
+        "model.layers.0.mlp.experts",
     ]
     experts = found.units[3]
-    assert len(experts.linears) == 2 * 8
+    assert len(experts.linears) == 3 * 8
     for ratio in (experts.input_sqnr_db, experts.weight_sqnr_db, experts.output_sqnr_db):
         assert 20 < ratio < 45
     assert found.units[-1].name == "lm_head"  # a float16 cache is no unit

@@ -26,7 +26,7 @@ from calibrate.journal.identity import (
     run_identity,
     setting_identity,
 )
-from calibrate.journal.journal import discard, stale
+from calibrate.journal.journal import discard, record_threads, stale
 from calibrate.journal.steps import Steps
 from calibrate.observe.counting_cpu import make_counter
 from calibrate.observe.sweep import Observed, observe_checkpoint
@@ -343,7 +343,9 @@ def _steps(job: Job) -> Steps:
     directory = job.options.progress / "steps"
     if job.options.restart:
         job.group.on_first(partial(shutil.rmtree, directory, ignore_errors=True))
-    return Steps(directory, run_identity(job.checkpoint, (), "float32", job.device))
+    identity = run_identity(job.checkpoint, (), "float32", job.device)
+    job.group.on_first(partial(record_threads, directory, identity))
+    return Steps(directory, identity)
 
 
 def _report(job: Job, solved: Solved) -> Report:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from calibrate.decoder.split_matmul import split_linear
 from octet.errors import ConfigError
-from octet.hardware.cores import THREADS, idle_cores, usable_cores
+from octet.hardware.cores import THREADS, chosen_threads, idle_cores, usable_cores
 
 __all__ = [
     "BF16_SETTING",
@@ -137,11 +137,10 @@ def fit_threads(recorded: int | None = None) -> None:
 
 def _chosen(recorded: int | None) -> int:
     count = usable_cores()
-    if os.environ.get(THREADS):
-        return count
-    if recorded is not None:
+    if recorded is not None and chosen_threads() is None:
         return recorded
-    if count == 1 or idle_cores() > count - 0.5:
+    # Processes of torchrun, which sets the variable, must agree: none probes for itself.
+    if os.environ.get(THREADS) or count == 1 or idle_cores() > count - 0.5:
         return count
     taken_s = _probe(count)
     while count > 1 and (fewer_s := _probe(count // 2)) < _FASTER * taken_s:

@@ -57,9 +57,10 @@ from octet.hardware.cores import THREADS as OMP_THREADS
 from octet.model.checkpoint import sha256_file
 from octet.storage.tensors import Tensor, TensorFile, write_tensors
 
-__all__ = ["Journal", "discard", "recorded_threads", "stale"]
+__all__ = ["Journal", "discard", "record_threads", "recorded_threads", "stale"]
 
 SCHEMA_VERSION = 2
+_THREADS_FILE = "threads"  # in the directory of steps, which has no head
 _SQUARES = ".mean_squares"  # suffix of an observation's name
 KEEP_EVERY_S = 30.0  # of work that a continued run may have to repeat
 
@@ -322,12 +323,22 @@ def recorded_threads(progress: Path) -> int | None:
 
     Returns None if it is not recorded.
     """
-    for head in progress.glob(f"*/{HEAD}"):
+    for head in (*progress.glob(f"*/{HEAD}"), *progress.glob(f"*/{_THREADS_FILE}")):
         try:
             return int(read_json(head)["identity"][THREADS])
         except (ArtifactError, KeyError, ValueError):
             return None  # opening the journal reports what is wrong
     return None
+
+
+def record_threads(directory: Path, identity: Mapping[str, str]) -> None:
+    """Records the threads of a run's steps, which may come before any journal.
+
+    `directory` is in that of the run's progress. Raises ArtifactError if it cannot be written.
+    """
+    if THREADS in identity:
+        make_directory(directory)
+        write_json(directory / _THREADS_FILE, {"identity": {THREADS: identity[THREADS]}})
 
 
 def _name(path: Path) -> str:

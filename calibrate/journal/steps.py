@@ -92,10 +92,13 @@ class Steps:
         make_directory(self._directory)
         temporary = path.with_name(f"{path.name}.partial")
         try:
-            record.unlink(missing_ok=True)  # of the arrays that are replaced
-            tensors = {key: Tensor.of(np.ascontiguousarray(x)) for key, x in arrays.items()}
+            tensors = {  # ascontiguousarray makes a shape of () one of (1,)
+                key: Tensor.of(np.ascontiguousarray(x).reshape(np.shape(x)))
+                for key, x in arrays.items()
+            }
             digest = write_tensors(temporary, tensors)
             flush(temporary)
+            record.unlink(missing_ok=True)  # of the arrays that are replaced now
             os.replace(temporary, path)
         except OSError as error:
             raise disk_error(path, error) from None

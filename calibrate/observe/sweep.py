@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -299,7 +300,8 @@ class _Sweep:
         squares: dict[str, SumOfSquares] = {}
         counting = not isinstance(observer.counter, Uncounted)
         observer.counter.clear()
-        for index, following in zip(self._own_batches, [*self._own_batches[1:], None], strict=True):
+        # Empty where there are more processes than batches.
+        for index, following in zip_longest(self._own_batches, self._own_batches[1:]):
             batch = self._batches[index]
             compute = partial(model.forward, entering.read(index))
             squared = index % _SQUARED_EVERY == 0

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["THREADS", "idle_cores", "usable_cores", "wait_briefly"]
+__all__ = ["THREADS", "chosen_threads", "idle_cores", "usable_cores", "wait_briefly"]
 
 THREADS = "OMP_NUM_THREADS"
 
@@ -32,17 +32,24 @@ def wait_briefly() -> None:
         os.environ["KMP_BLOCKTIME"] = "0"  # ms; of Intel's and LLVM's OpenMP
 
 
+def chosen_threads() -> int | None:
+    """Returns OMP_NUM_THREADS, or None if the user has not set it: torchrun sets it to 1 then."""
+    chosen = os.environ.get(THREADS, "").partition(",")[0].strip()
+    started = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
+    usable = chosen.isdecimal() and int(chosen) > 0 and not (started and chosen == "1")
+    return int(chosen) if usable else None
+
+
 def usable_cores() -> int:
     """Returns the number of cores to compute on, at least 1.
 
-    OMP_NUM_THREADS if it is set; else the cores that this process may run on, limited by the CPU
-    quota of its control group, rounded up. torchrun sets OMP_NUM_THREADS to 1 if it is
-    unset: its processes share the cores of their machine instead.
+    OMP_NUM_THREADS if the user has set it; else the cores that this process may run on, limited by
+    the CPU quota of its control group, rounded up. torchrun's processes share those of their
+    machine.
     """
-    chosen = os.environ.get(THREADS, "").partition(",")[0].strip()
-    started = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
-    if chosen.isdecimal() and int(chosen) > 0 and not (started and chosen == "1"):
-        return int(chosen)
+    if (chosen := chosen_threads()) is not None:
+        return chosen
+    started = "TORCHELASTIC_RUN_ID" in os.environ
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started else 1
     return max(1, math.ceil(min(allowed or 1, _quota())) // processes)

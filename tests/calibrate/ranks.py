@@ -26,6 +26,8 @@ def main(model: Path, other: Path, directory: Path) -> None:
         resumed = run(model, directory / "journal", group=group)
         save_counts(directory / f"resumed-{group.rank}", resumed)
 
+        save_counts(directory / f"single-{group.rank}", run(model, group=group, count=1))
+
         errors = [f"{finished} finished"]
         mine = other if group.rank else model
         for settings in ({"count": 5 + group.rank}, {}):

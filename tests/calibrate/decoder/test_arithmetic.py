@@ -18,6 +18,8 @@ from calibrate.decoder.arithmetic import (
 )
 from calibrate.decoder.layers import LayeredModel
 from calibrate.decoder.loading import load_model, resolve_dtype
+from calibrate.journal.identity import THREADS
+from calibrate.journal.journal import record_threads, recorded_threads
 from calibrate.observe.sweep import observe_checkpoint
 from calibrate.samples.batches import Batch
 from octet.errors import ConfigError
@@ -242,6 +244,18 @@ class TestThreads:
 
     def test_a_run_that_is_continued_takes_the_threads_that_it_had(self) -> None:
         fit_threads(3)
+        assert torch.get_num_threads() == 3
+
+    def test_torchruns_own_setting_is_no_choice_of_the_user(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setattr(arithmetic, "idle_cores", lambda: pytest.fail("ranks must agree"))
+        fit_threads()
+        assert torch.get_num_threads() == 8
+        record_threads(tmp_path / "out.progress" / "steps", {THREADS: "3"})
+        fit_threads(recorded_threads(tmp_path / "out.progress"))
         assert torch.get_num_threads() == 3
 
     def test_what_the_user_sets_is_respected(self, monkeypatch: pytest.MonkeyPatch) -> None:

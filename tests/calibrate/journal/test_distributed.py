@@ -39,7 +39,10 @@ def test_two_ranks_find_what_one_finds_and_agree_on_errors(tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr[-3000:]
     save_counts(tmp_path / "alone", run(model))
     alone = (tmp_path / "alone").read_bytes()
+    save_counts(tmp_path / "one batch", run(model, count=1))
     for rank in range(2):
+        single = tmp_path / f"single-{rank}"  # more ranks than batches
+        assert single.read_bytes() == (tmp_path / "one batch").read_bytes()
         assert (tmp_path / f"counts-{rank}").read_bytes() == alone
         assert (tmp_path / f"resumed-{rank}").read_bytes() == alone
         told = (tmp_path / f"errors-{rank}").read_text().splitlines()

@@ -1,6 +1,7 @@
 """A run that is stopped after its counts computes and measures nothing finished again."""
 
 import dataclasses
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -172,6 +173,35 @@ def test_a_step_is_what_was_kept_with_the_same_inputs(tmp_path: Path) -> None:
     steps.keep("golden", "other prompts", text="[2]", arrays={})
     assert steps.load("golden", "prompts") is None
     assert steps.load("golden", "other prompts") == ("[2]", {})
+
+
+def test_arrays_keep_their_shapes(tmp_path: Path) -> None:
+    arrays = {"scale": np.array(0.5, np.float32), "none": np.zeros((0, 3), np.float32)}
+    steps = Steps(tmp_path, {})
+    steps.keep("training", text="", arrays=arrays)
+    _, found = steps.load("training") or ("", {})
+    assert {name: value.shape for name, value in found.items()} == {"scale": (), "none": (0, 3)}
+
+
+def test_a_state_stays_until_a_newer_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(tmp_path, {})
+    steps.keep("training", text="[1]", arrays=ARRAYS)
+
+    def full(path: Path, tensors: object) -> str:
+        path.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("calibrate.journal.steps.write_tensors", full)
+    with pytest.raises(ArtifactError, match="no space left on the disk"):
+        steps.keep("training", text="[2]", arrays=ARRAYS)
+    text, _ = steps.load("training") or ("", {})
+    assert text == "[1]"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "training.json",
+        "training.safetensors",
+    ]
 
 
 @dataclass(frozen=True)

@@ -143,12 +143,16 @@ def rescale(
         distinct=(old_report.get("samples") or {}).get("distinct"),
         convergence=course,
         experts=experts or None,
-        warnings=[
+        scale_warnings=[
             *_unweighted(origin, recipe),
             *(live.warnings() if live else ()),
             *(trained.warnings(exact) if trained else ()),
             *(judged.warnings if judged else ()),
-            *old_report.get("notes", fallback_warnings(experts)),
+        ],
+        warnings=[
+            note
+            for note in old_report.get("notes", fallback_warnings(experts))
+            if note not in old_report.get("scale_notes", ())
         ],
         facts=_facts(old_report, judged),
         **{part: old_report.get(part) for part in _MEASURED if same},

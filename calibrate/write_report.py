@@ -48,8 +48,8 @@ def report_on(job: Job, changed: ChangedModel, solution: Solution, observed: Obs
         experts=solution.experts,
         training=changed.details["algorithm"] if job.options.training is not None else None,
         unfolded=changed.unfolded,
+        scale_warnings=gate.warnings if gate else (),
         warnings=[
-            *(gate.warnings if gate else ()),
             *changed.warnings,
             *job.checkpoint.warnings,
             *job.inputs.warnings,

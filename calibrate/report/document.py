@@ -53,6 +53,7 @@ class Report:
     weights: Mapping[str, WeightScale]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    scale_notes: tuple[str, ...]  # those of `notes` that are about these scales alone
     distributions: Mapping[str, dict[str, Any]]
     convergence: Convergence | None = None
     sensitivity: Mapping[str, Any] | None = None
@@ -117,6 +118,7 @@ class Report:
             "summary": asdict(self.summary),
             "warnings": list(self.warnings),
             "notes": list(self.notes),  # the warnings that were passed in
+            "scale_notes": list(self.scale_notes),
             "unknown": [asdict(unknown) for unknown in self.unknown],
             "formats": {name: _format_json(name) for name in used},
             "tensors": {name: _tensor_json(tensor) for name, tensor in self.tensors.items()},
@@ -162,6 +164,7 @@ def build_report(
     training: Mapping[str, Any] | None = None,
     unfolded: Mapping[str, str] | None = None,
     warnings: Sequence[str] = (),
+    scale_warnings: Sequence[str] = (),
     facts: Mapping[str, Any] | None = None,
 ) -> Report:
     """Builds the report of one calibration; a pure function, at 25 ms a dense tensor.
@@ -169,7 +172,8 @@ def build_report(
     Its histograms are the sums over all samples; its scales are those that the artifact stores.
     `distinct` of the samples differ. `sensitivity`, `budget`, `experts` and `training` (the details
     of `calibrate.recover`) are JSON. `unfolded` says why a cache keeps its scale. `warnings` were
-    found elsewhere and come first. `facts` are shown unchanged (dtype, policy for long samples,
+    found elsewhere and come first, before them `scale_warnings`, which do not hold for other scales
+    of the same samples. `facts` are shown unchanged (dtype, policy for long samples,
     ...).
     """
     recipe, spec = quantization.recipe, quantization.checkpoint.spec
@@ -191,7 +195,8 @@ def build_report(
         tensors=tensors,
         weights=dict(quantization.weights),
         findings=tuple(findings),
-        notes=tuple(warnings),
+        notes=(*scale_warnings, *warnings),
+        scale_notes=tuple(scale_warnings),
         distributions={name: distribution(histograms[name]) for name in _plotted(tensors)},
         convergence=convergence,
         sensitivity=sensitivity,

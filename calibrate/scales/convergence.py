@@ -84,6 +84,7 @@ class Convergence:
 
     counts: tuple[int, ...]
     tensors: Mapping[str, Course]
+    weighs_inputs: bool = False  # whether scales of weights depend on the samples
 
     @property
     def before(self) -> int | None:
@@ -107,7 +108,7 @@ class Convergence:
 
     @property
     def decides(self) -> bool:
-        """True if the samples decide any scale that is stored."""
+        """True if the samples decide any scale that is stored, apart from those of weights."""
         return any(
             course.method != "range" or set(course.scale or ()) != {1.0}
             for course in self._stored.values()
@@ -120,6 +121,11 @@ class Convergence:
     @property
     def verdict(self) -> str:
         """One or two sentences of text."""
+        if not self.decides and self.weighs_inputs:
+            return (
+                "The scales of 4-bit weights are for the inputs of the samples, and inputs are"
+                " scaled at run time. Whether the samples are enough for that is not measured."
+            )
         if not self.decides:
             return (
                 "No scale is taken from the samples: inputs are scaled at run time"
@@ -191,7 +197,7 @@ def convergence(
         name: _course(chunks[name], observation, scheme_of(recipe, observation), before)
         for name, observation in observations.items()
     }
-    return Convergence(tuple(counts), tensors)
+    return Convergence(tuple(counts), tensors, recipe.weighs_inputs)
 
 
 def _course(

@@ -255,6 +255,7 @@ def test_refuses_too_few_samples(tiny_model: Path, tmp_path: Path) -> None:
     samples.write_text('{"text": "import os"}\n' * 100)
     few = (SampleError, "100 samples.*--allow-few-samples", tmp_path / "out", tiny_model, samples)
     refused(*few, recipe=Recipe.load("fp8-static"))
+    refused(*few, recipe=Recipe.load("mxfp4"))  # whose weights are weighed by them
     refused(*few, recipe=FP8.model_copy(update={"kv_cache": "e4m3"}))
     refused(*few, budget=Limit.parse("kl=0.01"))
 

@@ -153,6 +153,11 @@ class TestTheVerdict:
             " report: out.refused"
         )
 
+    def test_all_experts_of_a_layer_are_excluded_by_one_pattern(self) -> None:
+        names = (f"l.experts.{n}.{part}" for n in range(128) for part in ("gate", "up", "down"))
+        said = self.error(Part("l.experts", tuple(names), 0.9, 0), Part("other", ("o",), 0.1, 0))
+        assert "calibrate again with --exclude l.experts.*, or --budget" in said
+
     def test_a_cache_is_not_excluded_but_exchanged(self) -> None:
         said = self.error(Part("kv_cache", (), 0.9, 0), Part("other", ("o",), 0.1, 0))
         assert "with another --kv-cache, or --budget" in said and "--exclude" not in said
@@ -407,3 +412,16 @@ class TestRescale:
         assert "gate" not in found.manifest.details
         report = json.loads((tmp_path / "out" / "report.json").read_text())
         assert "gate" not in report["facts"]
+
+    def test_nor_is_what_it_warned_of(
+        self, tiny_model: Path, tiny_samples: Path, tmp_path: Path
+    ) -> None:
+        options = {"count": 130, "gate": gate("0.5")}  # without text of its own to judge on
+        first = calibrated(tiny_model, tiny_samples, tmp_path / "first", **options)
+        assert any("--max-kl 0.5" in line for line in first.manifest.details["warnings"])
+        second = rescale(first.path, tmp_path / "second", recipe=STATIC, predict=False)
+        lines = second.manifest.details["warnings"]
+        assert not any("--max-kl" in line for line in lines)
+        assert [line for line in first.manifest.details["warnings"] if "--max-kl" not in line] == [
+            line for line in lines if line in first.manifest.details["warnings"]
+        ]

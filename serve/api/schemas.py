@@ -31,6 +31,7 @@ from serve.config import Limits
 
 __all__ = [
     "LARGE",
+    "PROMPT_FIELDS",
     "PROMPT_SCHEMA",
     "ChatRequest",
     "CompletionRequest",
@@ -234,6 +235,10 @@ class CompletionRequest(_Sampling):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+
+# Fields of a chat, beside its messages, from which its prompt is made.
+PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template", "chat_template_kwargs")
 
 
 class ChatRequest(_Sampling):

@@ -22,7 +22,7 @@ from octet.errors import RequestError, UnsupportedField
 from serve.admission.admission import prompt_tokens
 from serve.api.operation import DONE, EVENT_STREAM, JSON, Answer, Call, Tally, too_long
 from serve.api.relay import open_relay
-from serve.api.schemas import ChatRequest, CompletionRequest
+from serve.api.schemas import PROMPT_FIELDS, ChatRequest, CompletionRequest
 from serve.api.unsupported import elsewhere, refuse_unsupported
 from serve.backends.base import Backend, relays
 from serve.config.gateway import MAX_ANSWER
@@ -156,7 +156,10 @@ class Chats(TextOperation):
 
     def cost(self, body: ChatRequest, unlimited: int) -> tuple[int, int]:
         answer = body.answer_limit or unlimited
-        return prompt_tokens(body.messages), (body.n or 1) * answer
+        more = body.model_extra or {}
+        beside = {name: more[name] for name in PROMPT_FIELDS if more.get(name)}
+        told = [*body.messages, beside] if beside else body.messages
+        return prompt_tokens(told), (body.n or 1) * answer
 
     async def prompts(self, body: ChatRequest, backend: Backend) -> Prompts:
         messages = plain_messages(body.messages, backend.name)

@@ -131,6 +131,11 @@ class Attempts:
         assert self.pool is not None
         return self.pool.config.timeouts.inter_token_s
 
+    @property
+    def context_length(self) -> int | None:
+        """Returns that of the backend that answers, in tokens; None if it is not known."""
+        return self.lease.member.backend.context_length if self.lease is not None else None
+
     def succeeded(self) -> None:
         """Records that the answer is complete."""
         if self.lease is not None and self.operation.runs_model:

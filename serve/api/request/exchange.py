@@ -36,7 +36,7 @@ from serve.api.operation import (
 )
 from serve.api.relay import AnsweredFailure
 from serve.api.request.attempts import Attempts
-from serve.api.request.counts import longest_answer, reported
+from serve.api.request.counts import longest_answer, reported, written
 from serve.api.request.deadlines import Deadlines, requested_timeout_s
 from serve.api.request.judge import judge_copy
 from serve.api.request.samples import READERS
@@ -262,7 +262,8 @@ class Exchange:
             attempts.succeeded()
             if self.taken is not None:
                 self.taken.end(partial(READERS[attempts.call.path], attempts.call.data))
-        counts = reported(attempts.call, tally, self.observation.choices)
+        choices, context = self.observation.choices, attempts.context_length
+        counts = reported(attempts.call, tally, choices, context)
         if counts is not None:
             self.observation.finished(*counts)
             attempts.settle(*counts)
@@ -270,9 +271,10 @@ class Exchange:
             self._settle_estimate(attempts)
 
     def _settle_estimate(self, attempts: Attempts) -> None:
-        """Charges the key for the estimated prompt, and for one token per event sent."""
-        most = longest_answer(attempts.call, self.observation.choices)
-        attempts.settle(attempts.prompt_tokens, min(self.tokens, most))
+        """Charges the key for the estimated prompt, and for the events that were sent."""
+        call = attempts.call
+        most = longest_answer(call, self.observation.choices, attempts.context_length)
+        attempts.settle(attempts.prompt_tokens, min(written(call, self.tokens), most))
 
     def _ended_by(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
         """Returns the error that really ended the request, or None if its client went away.

@@ -20,6 +20,7 @@ from typing import Any
 from octet.errors import BackendError, OctetError, RequestError
 from serve.admission.admission import Admission
 from serve.api.operation import Call
+from serve.api.schemas import PROMPT_FIELDS
 from serve.api.text import TextOperation, plain_messages
 from serve.backends.base import Backend
 from serve.engine.request import Delta, Finished, GenerateRequest, PositionLogprobs
@@ -36,8 +37,6 @@ from serve.routing.pool import Pool
 __all__ = ["judge_copy"]
 
 _log = logging.getLogger(__name__)
-# Fields of a chat that change its prompt: a request with one of them is not copied.
-_PROMPT_FIELDS = ("tools", "functions", "documents", "chat_template", "chat_template_kwargs")
 # Samples from the model's own distribution, whatever its generation_config.json says.
 _PLAIN_SAMPLING: dict[str, Any] = {**NO_PENALTIES, "top_k": -1, "min_p": 0.0}
 # Tokenized by both pools if the prompt is token ids: tokenizers that agree on it count as the same.
@@ -188,7 +187,7 @@ class _Copy:
         """Returns the prompt's tokens. Raises _NotJudged if the pools tokenize differently."""
         body = self.call.body
         if self.operation.dialect == "chat":
-            if any(self.call.data.get(name) for name in _PROMPT_FIELDS):
+            if any(self.call.data.get(name) for name in PROMPT_FIELDS):
                 raise _NotJudged("unsupported")
             try:
                 asked: Any = plain_messages(body.messages, judged.name)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from octet.errors import BackendUnavailable
 from serve.api.events import read_usage
 from serve.api.operation import Tally
+from serve.api.schemas import PROMPT_FIELDS
 from serve.telemetry.metrics import Metrics
 from serve.telemetry.observation import MOST_HELD, Observation
 from tests.serve.in_process import Client, in_process
@@ -91,6 +93,31 @@ async def test_an_image_may_have_more_tokens_than_its_address_has_letters() -> N
         assert await charged(served, body, "/v1/chat/completions") == 20001
 
 
+async def test_the_context_of_a_fallback_says_nothing_about_who_answered() -> None:
+    backend = Scripted(answer('{"prompt_tokens": 300, "completion_tokens": 9000}', False))
+    small: Any = Scripted(answer("{}", False))
+    small.context_length = 4096
+    models = {"fake": {"pool": "fake", "fallback": ["small"]}}
+    keys = {"keys": [access()["keys"][0] | {"tokens_per_day": 1_000_000}]}
+    pools = ("fake", [backend]), ("small", [small])
+    async with in_process(*pools, models=models, access=keys) as served:
+        body = {"model": "fake", "messages": [{"role": "user", "content": "x" * 300}]}
+        assert await charged(served, body, "/v1/chat/completions") == 9300
+
+
+@pytest.mark.parametrize(("interval", "tokens"), [(None, 10), (100, 901), (True, 10), ("9", 10)])
+async def test_a_broken_stream_is_charged_by_what_its_events_hold(
+    interval: Any, tokens: int
+) -> None:
+    """vLLM puts as many tokens into an event as the request asks for."""
+    lost = BackendUnavailable("gone", kind="lost")
+    backend = Scripted([*[chunk("a")] * 10, lost])
+    keys = {"keys": [access()["keys"][0] | {"tokens_per_day": 1_000_000}]}
+    async with in_process(("fake", [backend]), access=keys) as served:
+        body = BODY | {"stream": True, "max_tokens": 5000, "stream_interval": interval}
+        assert await charged(served, body) == tokens + 3  # three of the prompt
+
+
 async def test_a_flood_of_events_charges_no_more_than_the_request_allows() -> None:
     backend = Scripted([chunk("a"), *[chunk("a") * 50] * 20, DONE])
     async with in_process(("fake", [backend]), access=access()) as served:
@@ -116,3 +143,16 @@ def test_the_gaps_of_many_choices_take_no_time_in_the_end() -> None:
     began = time.thread_time()
     observation.ended()
     assert time.thread_time() - began < MOST_S
+
+
+@pytest.mark.parametrize("field", PROMPT_FIELDS)
+async def test_what_a_chats_prompt_is_made_from_counts_before_the_answer(field: str) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    long = [{"type": "function", "function": {"name": "f", "description": "word " * 400}}]
+    backend = Scripted(answer('{"prompt_tokens": 3, "completion_tokens": 1}', False))
+    async with in_process(("fake", [backend]), limits={"max_prompt_tokens": 400}) as served:
+        body = {"model": "fake", "messages": messages}
+        assert (await served.request("/v1/chat/completions", body)).status == 200
+        reply = await served.request("/v1/chat/completions", body | {field: long})
+        assert reply.status == 400 and "the prompt has about 5" in reply.json()["error"]["message"]
+    assert backend.asked == 1

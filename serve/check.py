@@ -7,6 +7,7 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import OctetError
 from serve.config import (
     BackendConfig,
+    DnsDiscovery,
     EmbeddedConfig,
     FileDiscovery,
     GatewayConfig,
@@ -15,7 +16,7 @@ from serve.config import (
     Tier,
     checks,
 )
-from serve.config.checks import load_config, pools_of
+from serve.config.checks import at_address, load_config, pools_of, problems_of_workers
 from serve.config.document import Document, Loc, Problem
 from serve.config.load import load_backends, refuse
 from serve.engine.tokenizer import Tokenizer
@@ -24,7 +25,6 @@ from serve.gateway.state import Gateway
 from serve.gateway.unproven import unproven
 from serve.members.factory import make_backend
 from serve.proof.exam import Exams, directory_of
-from serve.workers import problems_of_workers
 
 __all__ = ["check"]
 
@@ -93,7 +93,10 @@ def _problems(config: GatewayConfig) -> Iterator[Problem]:
                 yield (*loc, "backends", i), message
         yield from _unprovable(loc, pool, wrong)
         for i, source in enumerate(pool.discover):
-            if isinstance(source, FileDiscovery) and source.file.exists():
+            if isinstance(source, DnsDiscovery):
+                if message := _wrong_with(at_address(source, "127.0.0.1"), model):
+                    yield (*loc, "discover", i, "backend"), message
+            elif isinstance(source, FileDiscovery) and source.file.exists():
                 try:
                     found = load_backends(source.file)
                 except OctetError as error:

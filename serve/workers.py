@@ -16,19 +16,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from octet.errors import OctetError
-from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
-from serve.config.checks import load_config, pools_of
-from serve.config.document import Document, Problem
+from serve.config import GatewayConfig
+from serve.config.checks import load_config, problems_of_workers
+from serve.config.document import Document
 from serve.config.load import refuse
 from serve.gateway.state import Gateway
 from serve.run import FORCED, bind, prepared, serve_until_signal
 from serve.telemetry.logs import logging_to, say
 
-__all__ = ["main", "problems_of_workers", "run_workers"]
+__all__ = ["main", "run_workers"]
 
 POLL_S = 0.1
 RESTART_S = 1.0  # from the end of a worker until the next
@@ -71,36 +70,6 @@ def run_workers(
         code = _Supervisor(workers, settings).run()
     if code:
         sys.exit(code)
-
-
-def problems_of_workers(settings: GatewayConfig, count: int) -> Iterator[Problem]:
-    """Yields why `count` processes cannot serve `settings`."""
-    access = settings.access
-    for _, loc, pool in pools_of(settings):
-        if any(isinstance(backend, EmbeddedConfig | ManagedConfig) for backend in pool.backends):
-            yield (
-                loc,
-                f"--workers {count} would start its engine {count} times; give the `url` of a "
-                "server that runs already",
-            )
-    if access.shared is None and any(key.limited for key in access.keys):
-        yield (
-            ("access", "shared"),
-            f"missing: each of {count} workers would give a key its whole limits",
-        )
-    replicas = access.shared.replicas if access.shared else None
-    if replicas is not None and replicas < count:
-        yield (
-            ("access", "shared", "replicas"),
-            f"is {replicas}; count all {count} workers of each gateway",
-        )
-    if settings.admin.port is None:
-        yield (
-            ("admin", "port"),
-            "missing: each worker has /status and /metrics of its own, from there on",
-        )
-    elif settings.admin.port + count > 65536:
-        yield ("admin", "port"), f"leaves no port for the last of {count} workers"
 
 
 class _Worker:
@@ -252,6 +221,9 @@ def main() -> None:
     try:
         settings = load_config(Path(config))
         settings = settings if proof else settings.without_proof()
+        # The file may have changed since the first workers started.
+        document = Document.read(Path(config))
+        refuse(Path(config), document, list(problems_of_workers(settings, count)))
         with logging_to(settings.logs, worker=number):
             gateway = Gateway.from_config(settings, processes=count)
             gateway.path, gateway.proves = Path(config), proof

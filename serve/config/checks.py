@@ -78,6 +78,36 @@ def warnings(config: GatewayConfig) -> list[str]:
     ]
 
 
+def problems_of_workers(settings: GatewayConfig, count: int) -> Iterator[Problem]:
+    """Yields why `count` processes cannot serve `settings`."""
+    access = settings.access
+    for _, loc, pool in pools_of(settings):
+        if any(isinstance(backend, EmbeddedConfig | ManagedConfig) for backend in pool.backends):
+            yield (
+                loc,
+                f"--workers {count} would start its engine {count} times; give the `url` of a "
+                "server that runs already",
+            )
+    if access.shared is None and any(key.limited for key in access.keys):
+        yield (
+            ("access", "shared"),
+            f"missing: each of {count} workers would give a key its whole limits",
+        )
+    replicas = access.shared.replicas if access.shared else None
+    if replicas is not None and replicas < count:
+        yield (
+            ("access", "shared", "replicas"),
+            f"is {replicas}; count all {count} workers of each gateway",
+        )
+    if settings.admin.port is None:
+        yield (
+            ("admin", "port"),
+            "missing: each worker has /status and /metrics of its own, from there on",
+        )
+    elif settings.admin.port + count > 65536:
+        yield ("admin", "port"), f"leaves no port for the last of {count} workers"
+
+
 def at_address(template: DnsDiscovery, host: str) -> BackendConfig:
     """Makes the backend of `template` at one address. Raises pydantic's ValidationError."""
     bracketed = f"[{host}]" if ":" in host else host

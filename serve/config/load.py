@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from octet.errors import ConfigError
 from serve.config.backends import BackendConfig, HttpConfig
 from serve.config.document import Document, Problem
+from serve.config.pools import DnsDiscovery
 from serve.config.problems import key_path, lines, one_line, problems_of
 from serve.config.section import Section
 
@@ -84,6 +85,11 @@ def _relative(value: Any, directory: Path) -> Any:
         fields = {
             name: _relative(getattr(value, name), directory) for name in type(value).model_fields
         }
+        if isinstance(value, DnsDiscovery):  # whose template is not validated as a backend yet
+            fields["backend"] = {
+                key: str(directory / text) if key == "tokenizer" and isinstance(text, str) else text
+                for key, text in value.backend.items()
+            }
         return value.model_copy(update=fields)
     if isinstance(value, tuple):
         return tuple(_relative(item, directory) for item in value)

@@ -11,6 +11,7 @@ from octet.errors import ConfigError, OctetError
 from serve.access.keys import Keys
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig, PoolConfig, checks
 from serve.config.checks import load_config
+from serve.config.problems import one_line
 from serve.gateway.capture import require_writable
 from serve.gateway.discovery import origin_of
 from serve.gateway.state import Epoch, Gateway, all_of
@@ -97,6 +98,10 @@ class Change:
             raise ConfigError(
                 "a model with one_at_a_time is added, changed or removed only by a restart"
             )
+        if gateway.processes > 1:
+            found = list(checks.problems_of_workers(config, gateway.processes))
+            if found:
+                raise ConfigError(one_line(found, {}))
         require_writable(config)
         for name, pool_config in config.all_pools.items():
             models = config.models_of(name)

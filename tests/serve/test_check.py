@@ -64,6 +64,7 @@ def test_files_that_are_not_what_is_asked_for(tmp_path: Path, engine_calibration
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.yaml").write_text("- {type: vllm, ulr: 'http://h'}")
     (tmp_path / "unfit.yaml").write_text("- {type: embedded, path: nowhere}")
+    template = "{type: triton, model: x, tokenizer: empty}"  # beside the configuration
     found = problems(
         checked(
             tmp_path,
@@ -74,6 +75,7 @@ def test_files_that_are_not_what_is_asked_for(tmp_path: Path, engine_calibration
               c: {{pool: [{{type: embedded, path: nowhere, slots: 2}}]}}
               d: {{pool: {{discover: [{{file: broken.yaml}}, {{file: unfit.yaml}}]}}}}
               e: {{pool: [{{type: embedded, path: {engine_calibration}}}]}}
+              f: {{pool: {{discover: [{{dns: h, port: 1, backend: {template}}}]}}}}
             """,
         )
     )
@@ -85,6 +87,7 @@ def test_files_that_are_not_what_is_asked_for(tmp_path: Path, engine_calibration
         ("models.d.pool.discover.0.file: ", "0.ulr: unknown key"),
         ("models.d.pool.discover.1.file: ", "nowhere: no such directory"),
         ("models.e.pool.0: ", "is a calibration, not an ONNX export"),
+        ("models.f.pool.discover.0.backend: ", f"{tmp_path}/empty/tokenizer.json: No such file"),
     ]
     assert len(found) == len(expected), found
     for line, (where, what) in zip(found, expected, strict=True):

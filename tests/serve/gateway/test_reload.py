@@ -183,6 +183,21 @@ async def test_nothing_changes_if_anything_is_wrong(
         assert (await served.post("/v1/completions", BODY))[0] == 200
 
 
+async def test_workers_take_no_limits_that_each_would_give_whole(
+    tmp_path: Path, upstreams: list[FakeOpenAI]
+) -> None:
+    """As at the start of `octet serve --workers 2`."""
+    good = one_pool(upstreams[0]) + "admin: {port: 9000}\n"
+    gateway = configured(tmp_path / "octet.yaml", good)
+    gateway.processes = 2
+    async with serving_gateway(gateway) as served:
+        await reload(served, good)
+        key = f"{{name: k, sha256: {'a' * 64}, requests_per_minute: 10}}"
+        with pytest.raises(OctetError, match=r"access\.shared: missing: each of 2 workers"):
+            await reload(served, f"{good}access: {{keys: [{key}]}}\n")
+        assert (await served.post("/v1/completions", BODY))[0] == 200
+
+
 async def test_what_was_prepared_in_vain_is_closed(
     tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ class Discovery:
         self._first = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped = False
+        self._dropped: list[BackendConfig] = []  # removed by an administrator, and still there
 
     async def start(self) -> None:
         """Starts discovery; returns after the first round, or after `FIRST_ROUND_S`.
@@ -77,6 +78,10 @@ class Discovery:
                 await self._first.wait()
         except TimeoutError:
             _log.warning("pool %s: %s has not answered yet", self.pool.name, self.origin)
+
+    def drop(self, config: BackendConfig) -> None:
+        """Finds this backend no more, until the source has lost it or the file is reloaded."""
+        self._dropped.append(config)
 
     def stop(self) -> None:
         """Stops discovery; the members stay."""
@@ -124,6 +129,8 @@ class Discovery:
     async def _become(self, wanted: Sequence[BackendConfig]) -> None:
         """Adds new members; removes those that are not in `wanted` when their last request ends."""
         async with self._changing:
+            self._dropped = [config for config in self._dropped if config in wanted]
+            wanted = [config for config in wanted if config not in self._dropped]
             own = [member for member in self.pool.members if member.origin == self.origin]
             gone = [member for member in own if member.config not in wanted]
             present = [member.config for member in own]

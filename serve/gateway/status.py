@@ -71,7 +71,7 @@ def backend(gateway: Gateway, member: Member, *, addresses: bool) -> dict[str, A
         proof = member.proof.as_json(member.served_tokens)
     entry: dict[str, Any] = {
         "name": member.name,
-        "origin": member.origin,
+        "origin": member.origin if addresses else member.origin.partition(" ")[0],
         "standing": member.standing,
         "up": member.up,
         "breaker": member.breaker.state,

@@ -234,6 +234,10 @@ def _add_admin(admin: APIRouter, gateway: Gateway) -> None:
             pool = _pool(gateway, pool_name)
             member = _member(pool, name)
             pool.swap(pool.config, [other for other in pool.members if other is not member])
+            for source in gateway.discoveries:
+                if source.pool is pool and source.origin == member.origin:
+                    assert member.config is not None
+                    source.drop(member.config)
         finishing = member.in_flight if drain else 0
         if not drain:
             await member.backend.close()

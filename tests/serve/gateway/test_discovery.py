@@ -16,6 +16,7 @@ from serve.routing import Member, Pool
 from tests.fake_servers import FakeOpenAI
 from tests.serve.conftest import configured, serving_gateway
 from tests.serve.gateway.test_reload import BODY, QUIET, ended, reload, streaming
+from tests.serve.http.test_admin import ADMIN, call
 from tests.serve.waiting import until
 
 
@@ -188,6 +189,38 @@ class TestDns:
             answer = {"127.0.0.1"}
             await until(lambda: len(addresses(gateway)) == 1)
             assert (await served.post("/v1/completions", BODY))[0] == 200
+
+    async def test_one_that_was_removed_stays_away_until_the_name_has_lost_it(
+        self, tmp_path: Path, upstreams: list[FakeOpenAI], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        answers, asked = [{"127.0.0.1", "::1"}], 0
+
+        async def addresses_of(name: str, port: int) -> set[str]:
+            nonlocal asked
+            asked += 1
+            return answers[-1]
+
+        async def rounds(count: int) -> None:
+            later = asked + count
+            await until(lambda: asked >= later)
+
+        monkeypatch.setattr(discovery, "addresses_of", addresses_of)
+        port = int(upstreams[0].url.rpartition(":")[2])
+        text = dns("vllm.internal", port) + "\n" + ADMIN
+        gateway = configured(tmp_path / "octet.yaml", text)
+        async with serving_gateway(gateway) as served:
+            (member,) = (m for m in gateway.pools["m"].members if "127.0.0.1" in m.backend.name)
+            removed = await call(served, "DELETE", f"/admin/pools/m/backends/{member.name}")
+            assert removed[0] == 200
+            await rounds(3)
+            assert addresses(gateway) == [f"http://[::1]:{port}"]
+            for addressed in (True, False):
+                (found,) = status_of(gateway, addresses=addressed)["pools"]["m"]["backends"]
+                assert found["origin"] == (f"dns vllm.internal:{port}" if addressed else "dns")
+            answers.append({"::1"})
+            await rounds(2)
+            answers.append({"127.0.0.1", "::1"})
+            await until(lambda: len(addresses(gateway)) == 2)
 
     async def test_a_real_name_is_asked(self, tmp_path: Path, upstreams: list[FakeOpenAI]) -> None:
         port = int(upstreams[0].url.rpartition(":")[2])

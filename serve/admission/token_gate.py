@@ -106,6 +106,7 @@ class DrainRate:
 
 # Clients given the same time would all come back at once, so up to a quarter is added.
 SPREAD = 0.25
+_STEP_S = 1.0  # after which a wait looks again whether a backend starts
 DOUBT = 2.0  # factor by which the next tokens may stay shorter than the mean
 
 
@@ -174,12 +175,12 @@ class Gate:
 
         Raises RequestError: 503 if the queue is full, or `max_wait_s` is over, or at once if that
         is certain to happen; 504 at the deadline (a time of `clock`). While `starting()`, nothing
-        is served: `max_wait_s` begins when that is over, and the request keeps its place.
+        is served: that time does not count, to the second, and the request keeps its place.
         """
         if not starting():
             self._require_in_time(flow, tokens, max_wait_s)
         waiter = self._enqueue(flow, tokens, max_queue, max_wait_s)
-        self._set_expiry(waiter, max_wait_s, deadline, starting)
+        self._set_expiry(waiter, max_wait_s, max_wait_s, deadline, starting)
         try:
             await waiter.future
         except BaseException:
@@ -282,23 +283,26 @@ class Gate:
     def _set_expiry(
         self,
         waiter: _Waiter,
+        left_s: float,
         max_wait_s: float,
         deadline: float | None,
         starting: Callable[[], bool],
     ) -> None:
-        """Ends the wait after `max_wait_s`, or sets that again if a start was part of the time."""
-        left_s = max_wait_s if deadline is None else min(max_wait_s, deadline - self._clock())
-        late, began_in_start = left_s < max_wait_s, starting()
-        left_s = max(left_s, 0.0)
+        """Ends the wait after `left_s` more without a start, or at the deadline."""
+        until_deadline_s = math.inf if deadline is None else deadline - self._clock()
+        step_s = max(min(left_s, until_deadline_s, _STEP_S), 0.0)
+        began_in_start = starting()
 
         def expire() -> None:
-            waiter.waited_s += left_s
-            if not late and (began_in_start or starting()):
-                self._set_expiry(waiter, max_wait_s, deadline, starting)
+            waiter.waited_s += step_s
+            left = left_s if began_in_start or starting() else left_s - step_s
+            late = step_s >= until_deadline_s and left > 0
+            if not late and left > 0:
+                self._set_expiry(waiter, left, max_wait_s, deadline, starting)
             elif not waiter.future.done():
                 self._expire(waiter, max_wait_s, late)
 
-        waiter.expiry = waiter.future.get_loop().call_later(left_s, expire)
+        waiter.expiry = waiter.future.get_loop().call_later(step_s, expire)
 
     def _expire(self, waiter: _Waiter, max_wait_s: float, late: bool) -> None:
         self.queue.remove(waiter.flow, waiter)

@@ -25,14 +25,16 @@ def reported(call: Call, tally: Tally, choices: int, context: int | None) -> tup
     return (prompt, answer) if 0 <= answer <= longest_answer(call, choices, context) else None
 
 
-def written(call: Call, events: int) -> int:
+def written(call: Call, events: int, choices: int) -> int:
     """Estimates the tokens of an answer of so many streamed events.
 
-    The first event of vLLM has one token, each further one as many as the request asks for.
+    The first event of each of vLLM's choices has one token, in a chat after one that only opens it;
+    each further one has as many as the request asks for.
     """
     interval = call.data.get("stream_interval")
     each = interval if type(interval) is int and interval > 1 else 1
-    return 1 + (events - 1) * each if events else 0
+    first = min(events, choices * (2 if "messages" in call.data else 1))
+    return first + (events - first) * each
 
 
 def _longest_prompt(call: Call, choices: int, context: int | None) -> int:

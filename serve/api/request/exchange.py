@@ -272,9 +272,9 @@ class Exchange:
 
     def _settle_estimate(self, attempts: Attempts) -> None:
         """Charges the key for the estimated prompt, and for the events that were sent."""
-        call = attempts.call
-        most = longest_answer(call, self.observation.choices, attempts.context_length)
-        attempts.settle(attempts.prompt_tokens, min(written(call, self.tokens), most))
+        call, choices = attempts.call, self.observation.choices
+        most = longest_answer(call, choices, attempts.context_length)
+        attempts.settle(attempts.prompt_tokens, min(written(call, self.tokens, choices), most))
 
     def _ended_by(self, failure: Exception | asyncio.CancelledError) -> Exception | None:
         """Returns the error that really ended the request, or None if its client went away.

@@ -110,7 +110,19 @@ async def test_a_start_is_no_part_of_the_wait_and_changes_no_turn() -> None:
     assert not newer.done()
     with pytest.raises(RequestError, match="had no capacity within 70 s"):
         await newer
-    assert loop.time() == 210.0
+    assert loop.time() == 170.0  # 70 s after the start
+
+
+@virtual
+async def test_a_restart_during_the_wait_is_no_part_of_it() -> None:
+    gate, loop = await full(10), asyncio.get_running_loop()
+
+    def starting() -> bool:
+        return 2.0 <= loop.time() < 29.0
+
+    with pytest.raises(RequestError, match="had no capacity within 30 s"):
+        await enter(gate, 1, max_wait_s=30.0, starting=starting)
+    assert 57.0 <= loop.time() <= 59.0
 
 
 @virtual

@@ -118,6 +118,20 @@ async def test_a_broken_stream_is_charged_by_what_its_events_hold(
         assert await charged(served, body) == tokens + 3  # three of the prompt
 
 
+@pytest.mark.parametrize(("choices", "events"), [(1, 2), (2, 4)])
+async def test_the_first_events_of_each_choice_hold_a_token_at_most(
+    choices: int, events: int
+) -> None:
+    """In a chat, the first of all has none: it opens the choice."""
+    backend = Scripted([*[chunk("a")] * events, BackendUnavailable("gone", kind="lost")])
+    keys = {"keys": [access()["keys"][0] | {"tokens_per_day": 1_000_000}]}
+    async with in_process(("fake", [backend]), access=keys) as served:
+        messages = [{"role": "user", "content": "hi"}]
+        body = {"model": "fake", "messages": messages, "n": choices, "max_tokens": 5000}
+        body |= {"stream": True, "stream_interval": 1000}
+        assert await charged(served, body, "/v1/chat/completions") < 20
+
+
 async def test_a_flood_of_events_charges_no_more_than_the_request_allows() -> None:
     backend = Scripted([chunk("a"), *[chunk("a") * 50] * 20, DONE])
     async with in_process(("fake", [backend]), access=access()) as served:

@@ -11,6 +11,7 @@ from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ConfigError
 from octet.recipe import PRESETS, Recipe
 from octet.storage.files import sha256_file
+from octet_cli.calibrate import chosen_recipe
 from octet_cli.options import RECIPES
 
 if TYPE_CHECKING:
@@ -153,7 +154,10 @@ def _quantized(
     if (calibration / MANIFEST_FILE).exists():
         made = Manifest.load(calibration, "calibration", verify=False)
         source = Path(str(made.details.get("source")))
-        if made.recipe.name != chosen.name or source.resolve() != model.resolve():
+        names = {chosen.name}
+        if recipe in PRESETS:  # with the cache that it may have been given, as below
+            names.add(chosen_recipe(recipe, "e4m3", None).name)
+        if made.recipe.name not in names or source.resolve() != model.resolve():
             raise ConfigError(
                 f"{kept}: holds {source} as {made.recipe.name}; name another directory with --out"
             )

@@ -18,6 +18,7 @@ from octet.errors import ConfigError
 from octet.hardware.devices import find_device
 from octet.recipe import Recipe
 from octet.storage.files import sha256_file
+from octet_cli.calibrate import chosen_recipe
 from serve.config import EmbeddedConfig, GatewayConfig, ManagedConfig
 from serve.vllm.command import Gpu, Installed
 from tests.command import octet
@@ -32,11 +33,14 @@ def ran(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Ran:
     """The commands that are run before serving; each writes what it would, without weights."""
     ran: Ran = []
 
-    def run(*words: object) -> None:
+    def run(*words: Any) -> None:
         ran.append([str(word) for word in words])
         kind = "calibration" if words[0] == "calibrate" else str(words[1])
         details = {"source": str(tiny_model), "target": "onnxruntime", "tensor_parallel": 1}
-        write_export(Path(str(words[-1])), tiny_model, "m", kind=kind, details=details)
+        given = dict(zip(map(str, words), words[1:], strict=False))
+        recipe = chosen_recipe(str(given.get("--recipe", "fp8")), given.get("--kv"), None)
+        fields: dict[str, Any] = {"kind": kind, "details": details, "recipe": recipe}
+        write_export(Path(str(words[-1])), tiny_model, "m", **fields)
 
     monkeypatch.setattr(octet_cli.serve, "_octet", run)
     return ran
@@ -139,6 +143,9 @@ def test_the_cache_is_one_that_vllm_has_on_this_gpu(
     assert done.returncode == 0, done.stderr
     calibrate = ["calibrate", str(tiny_model), "--samples", "texts.jsonl", "--recipe", name]
     assert ran[0] == [*calibrate, *kv_cache, "--out", str(tmp_path / "kept" / "calibration")]
+    again = octet(*words, "-o", tmp_path / "kept", "--port", port)
+    assert again.returncode == 0, again.stderr
+    assert len(ran) == 2 and len(served) == 2
 
 
 def test_what_is_kept_is_of_this_model_and_recipe(

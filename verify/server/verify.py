@@ -65,8 +65,8 @@ def require_proven(query: Query, *, console: Console | None = None) -> str:
             original = asyncio.run(_check(declaration, console))
             if original.verdict is not None and original.verdict.outcome == "as_expected":
                 found, declared = original, "it serves the original weights, unquantized: "
-            if not _mismatches(original):
-                break
+                if not _mismatches(original):
+                    break
     if found.restarted:
         return f"not proven: {RESTARTED}"
     reasons = _mismatches(found)

@@ -11,7 +11,16 @@ from octet.errors import GateError
 from octet_cli.main import main
 from tests import patient_loop
 from tests.fake_servers import FakeOpenAI
-from tests.serve.proof.fake_proofs import HONEST, UNQUANTIZED, WORSE, served
+from tests.serve.proof import fake_proofs
+from tests.serve.proof.fake_proofs import (
+    HONEST,
+    PATH,
+    UNQUANTIZED,
+    WORSE,
+    Scenario,
+    served,
+    write_proofs,
+)
 from tests.serve.proof.test_engine_report import vllm
 from tests.serve.proof.test_probe import Limited
 from tests.verify.bench.fake_vllm import install
@@ -43,6 +52,18 @@ def test_the_original_is_measured_beside_it(proofs: Path, cache: str | None) -> 
     """Whatever cache its engine reports: it is started without the artifact's options."""
     server = None if cache is None else vllm(cache)
     assert told(served(UNQUANTIZED, server=server), proofs).startswith(
+        "proven: it serves the original weights, unquantized: as expected"
+    )
+
+
+def test_the_original_with_the_artifacts_cache_is_measured_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine does not say which cache it has: only its answers show that."""
+    original = PATH.model_copy(update={"weights": False, "activations": False})
+    monkeypatch.setitem(fake_proofs._NOISE, Scenario(path=original), 0.02)
+    write_proofs(tmp_path / "proofs")
+    assert told(served(0.02), tmp_path / "proofs").startswith(
         "proven: it serves the original weights, unquantized: as expected"
     )
 

@@ -145,14 +145,16 @@ def rescale(
         experts=experts or None,
         scale_warnings=[
             *_unweighted(origin, recipe),
-            *(live.warnings() if live else ()),
             *(trained.warnings(exact) if trained else ()),
             *(judged.warnings if judged else ()),
         ],
         warnings=[
-            note
-            for note in old_report.get("notes", fallback_warnings(experts))
-            if note not in old_report.get("scale_notes", ())
+            *(live.warnings() if live else ()),  # whose counts are stored, for the next recipe too
+            *(
+                note
+                for note in old_report.get("notes", fallback_warnings(experts))
+                if note not in old_report.get("scale_notes", ())
+            ),
         ],
         facts=_facts(old_report, judged),
         **{part: old_report.get(part) for part in _MEASURED if same},

@@ -4,8 +4,9 @@
     golden.safetensors       its arrays, if it has any
     0f3c.../lm_head.json     steps that depend on more, in a folder for all with the same inputs
 
-A record is moved into place after its arrays are on the disk. A step that depends on something else
-than the one that was kept is computed again, and replaces it.
+A record is moved into place after its arrays are on the disk. The arrays of the record before it
+stay until then, as `.before`. A step that depends on something else than the one that was kept is
+computed again, and replaces it.
 """
 
 import hashlib
@@ -77,7 +78,10 @@ class Steps:
         if found["depends"] != self._depends(inputs):
             return None
         try:
-            if sha256_file(arrays) != found["arrays"]:
+            before = _before(arrays)  # there only if a run ended before it wrote a newer record
+            if before.exists() and sha256_file(before) == found["arrays"]:
+                arrays = before
+            elif sha256_file(arrays) != found["arrays"]:
                 raise altered(arrays)
             stored = TensorFile.open(arrays)
         except (OSError, CheckpointError):
@@ -98,13 +102,15 @@ class Steps:
             }
             digest = write_tensors(temporary, tensors)
             flush(temporary)
-            record.unlink(missing_ok=True)  # of the arrays that are replaced now
+            if record.exists():
+                os.replace(path, _before(path))
             os.replace(temporary, path)
         except OSError as error:
             raise disk_error(path, error) from None
         finally:
             temporary.unlink(missing_ok=True)
         write_json(record, {"depends": self._depends(inputs), "arrays": digest, "text": text})
+        _before(path).unlink(missing_ok=True)
 
     def _depends(self, inputs: Sequence[str]) -> dict[str, str]:
         digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
@@ -113,6 +119,11 @@ class Steps:
     @staticmethod
     def _paths(directory: Path, name: str) -> tuple[Path, Path]:
         return directory / f"{name}.json", directory / f"{name}.safetensors"
+
+
+def _before(arrays: Path) -> Path:
+    """Returns where the arrays of a record stay until the record of newer ones is written."""
+    return arrays.with_name(f"{arrays.name}.before")
 
 
 NOT_KEPT = Steps(None, {})

@@ -11,6 +11,7 @@ A refused model is not written, but a report is: see `calibrate.quality.refused`
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,7 +176,7 @@ class Outcome:
             ways.append(f"{command} with more --held-out text, which narrows the bound")
         cause = self._causes()
         linears = (name for part in cause for name in part.linears)
-        excluded = " ".join(f"--exclude {pattern}" for pattern in patterns_of(linears))
+        excluded = " ".join(f"--exclude {shlex.quote(one)}" for one in patterns_of(linears))
         options = [excluded] if excluded else []
         if any(not part.linears for part in cause):
             options.append("another --kv-cache")

@@ -382,6 +382,9 @@ def test_scales_are_derived_for_live_traffic(origin: Calibration, tmp_path: Path
 
     with pytest.raises(ArtifactError, match="another calibration of the same model and recipe"):
         read_live(tmp_path / "live", today)
+    # Its counts are those of the traffic, and so are scales that another recipe derives from them.
+    block = rescale(today.path, tmp_path / "again", recipe=PRESETS["nvfp4"], predict=False)
+    assert any("8,000 tokens of live traffic" in x for x in block.manifest.details["warnings"])
     count_live(today, tmp_path / "later", octaves=0)
     assert not compare_live(today, read_live(tmp_path / "later", today)).drifted
 

@@ -193,11 +193,21 @@ def test_a_state_stays_until_a_newer_one_is_on_the_disk(
         path.write_bytes(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("calibrate.journal.steps.write_tensors", full)
-    with pytest.raises(ArtifactError, match="no space left on the disk"):
-        steps.keep("training", text="[2]", arrays=ARRAYS)
-    text, _ = steps.load("training") or ("", {})
-    assert text == "[1]"
+    def not_reached(path: Path, record: object) -> None:
+        raise KeyboardInterrupt
+
+    for name, fails, error in (
+        ("write_tensors", full, ArtifactError),
+        ("write_json", not_reached, KeyboardInterrupt),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(f"calibrate.journal.steps.{name}", fails)
+            steps.keep("training", text="[2]", arrays={"x": ARRAYS["x"] + 1})
+        text, arrays = steps.load("training") or ("", {})
+        assert text == "[1]"
+        np.testing.assert_array_equal(arrays["x"], ARRAYS["x"])
+    steps.keep("training", text="[3]", arrays=ARRAYS)
+    assert (steps.load("training") or ("", {}))[0] == "[3]"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "training.json",
         "training.safetensors",

@@ -156,7 +156,7 @@ class TestTheVerdict:
     def test_all_experts_of_a_layer_are_excluded_by_one_pattern(self) -> None:
         names = (f"l.experts.{n}.{part}" for n in range(128) for part in ("gate", "up", "down"))
         said = self.error(Part("l.experts", tuple(names), 0.9, 0), Part("other", ("o",), 0.1, 0))
-        assert "calibrate again with --exclude l.experts.*, or --budget" in said
+        assert "calibrate again with --exclude 'l.experts.*', or --budget" in said
 
     def test_a_cache_is_not_excluded_but_exchanged(self) -> None:
         said = self.error(Part("kv_cache", (), 0.9, 0), Part("other", ("o",), 0.1, 0))

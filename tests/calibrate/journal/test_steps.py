@@ -199,6 +199,7 @@ def test_a_state_stays_until_a_newer_one_is_on_the_disk(
     for name, fails, error in (
         ("write_tensors", full, ArtifactError),
         ("write_json", not_reached, KeyboardInterrupt),
+        ("write_json", not_reached, KeyboardInterrupt),  # and once more
     ):
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(f"calibrate.journal.steps.{name}", fails)

@@ -203,7 +203,7 @@ async def admitted(setting: Setting, url: str, golden: Path) -> dict[str, Any]:
             if first.view is not None:
                 cost["tokens"] += first.view.tokens
             whole = await examine(
-                exam, backend, send, 1, "refuse", suspected=True, timeout_s=TIMEOUT_S
+                exam, backend, send, 1, "refuse", every_prompt=True, timeout_s=TIMEOUT_S
             )
             load.cancel()
     await backend.close()

@@ -136,20 +136,20 @@ def write_checkpoint(
             part[name] = tensor.cpu()
             size += tensor.numel()
             if size >= total / shards or index == len(shapes) - 1:
-                file = f"model-{number:05}-of-{shards:05}.safetensors"
-                place = path / file
+                shard = f"model-{number:05}-of-{shards:05}.safetensors"
+                place = path / shard
                 if number <= on_disk:
-                    place.symlink_to(disk / file)
-                    place = disk / file
+                    place.symlink_to(disk / shard)
+                    place = disk / shard
                 writing.append(pool.submit(save_file, part, place, {"format": "pt"}))
                 if len(writing) > 3:  # the shards that wait take memory
                     writing.popleft().result()
-                where |= dict.fromkeys(part, file)
+                where |= dict.fromkeys(part, shard)
                 part, size, number = {}, 0, number + 1
         for written in writing:
             written.result()
-    index = {"metadata": {"total_size": 2 * total}, "weight_map": where}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    listed = {"metadata": {"total_size": 2 * total}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(listed))
 
 
 def run(
@@ -158,7 +158,8 @@ def run(
     """Calibrates once; yields a row for each phase, and one for everything."""
     spans: dict[str, tuple[float, float]] = {}
     with timed(spans), sampled() as samples:
-        torch.cuda.is_available() and torch.cuda.reset_peak_memory_stats()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         pipeline.run(
             Options(

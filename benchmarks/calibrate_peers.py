@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def llmcompressor(model: Path, out: Path) -> None:
     )
 
 
-FLOWS = {
+FLOWS: dict[str, Callable[[Path, Path], None]] = {
     "octet --no-predict": lambda model, out: octet_flow(model, out, predict=False),
     "modelopt": modelopt,
     "llm-compressor": llmcompressor,

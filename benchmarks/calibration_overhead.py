@@ -132,7 +132,7 @@ def measure(
         times["whole"].append(seconds(whole))
     kept = {name: values[1:] for name, values in times.items()}
     passes = [kept[name] for name in ("bare", "again", "once more") if name in kept]
-    base = [statistics.mean(own) for own in zip(*passes, strict=True)]
+    base: list[float] = [statistics.mean(own) for own in zip(*passes, strict=True)]
 
     def over(name: str, reference: Sequence[float]) -> float:
         extra = zip(kept[name], base, reference, strict=True)

@@ -20,6 +20,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from email.message import Message
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from octet.artifacts.calibration import Calibration
 from octet.artifacts.live import Counting, LiveWindow, read_live
 from serve.backends.embedded import EmbeddedBackend
 from serve.engine.request import GenerateRequest
+from serve.runner.onnx import OnnxRunner
 
 SAMPLES = Path(__file__).parent.parent / "examples/python-lm/samples"
 SEEN = 256  # samples of calibration.jsonl that a calibration with default options counts
@@ -52,7 +54,9 @@ def code() -> Iterator[str]:
 
 def prose() -> Iterator[str]:
     for found in sorted(distributions(), key=lambda x: x.metadata["Name"].lower()):
-        yield from pieces(str(found.metadata.get_payload() or ""), most=6)
+        metadata = found.metadata
+        assert isinstance(metadata, Message)
+        yield from pieces(str(metadata.get_payload() or ""), most=6)
 
 
 def french() -> Iterator[str]:
@@ -78,9 +82,11 @@ async def counted(
     """Serves prompts of at most `most` tokens, one after another; returns the counts of each."""
     backend = EmbeddedBackend(export, count=Counting(directory, 1, 1 << 40))
     await backend.start()
-    engine, tokenizer = backend._started.engine, backend.tokenizer  # type: ignore[union-attr]
+    started = backend._require_started()
+    runner = started.engine._runner
+    assert isinstance(runner, OnnxRunner) and runner.live is not None
     for number, text in enumerate(texts):
-        ids = tuple(tokenizer.encode(text)[:most])
+        ids = tuple(started.tokenizer.encode(text)[:most])
         request = GenerateRequest(
             request_id=str(number),
             model=backend.models[0],
@@ -91,7 +97,7 @@ async def counted(
         )
         async for _ in backend.generate(request):
             pass
-        engine._runner.live.flush()  # type: ignore[attr-defined]
+        runner.live.flush()
     await backend.close()
     return read_live(directory, calibration)
 

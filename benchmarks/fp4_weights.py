@@ -117,6 +117,7 @@ def brute_force(
 ) -> tuple[float, float]:
     """(squared error of the best scale of every group, CPU seconds): every scale is tried."""
     scheme = PRESETS[preset].weights
+    assert scheme.group_size is not None  # FP4 has groups
     shared = {
         name: float(scale.global_scale) if scale.global_scale is not None else 1.0
         for name, scale in weight_scales(checkpoint, PRESETS[preset])

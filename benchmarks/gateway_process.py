@@ -87,7 +87,7 @@ class Running:
                 answer = str(error)
             time.sleep(0.02)
         end = self.log.read_text(errors="replace")[-2000:]
-        raise SystemExit(f"{self.process.args} did not start: {answer}\n{end}")
+        raise SystemExit(f"{self.process.args!r} did not start: {answer}\n{end}")
 
     def stop(self) -> None:
         for sign, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):

@@ -153,7 +153,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     ordered, n = sorted(values), len(values)
 
     def coverage(k: int) -> float:
-        return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
+        return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / (1 << n)
 
     k = max((k for k in range(1, n // 2 + 1) if coverage(k) >= 0.95), default=1)
     return ordered[k - 1], ordered[n - k]

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {}
-    observe = pipeline.observe_checkpoint
+    observe = pipeline.observe_checkpoint  # type: ignore[attr-defined]
 
     def observed(*arguments: Any, **named: Any) -> Any:
         result = observe(*arguments, **named)
@@ -48,7 +48,7 @@ def main() -> None:
         found.update(sha256=digest.hexdigest(), histograms=len(result.observations), values=values)
         raise Done
 
-    pipeline.observe_checkpoint = observed
+    pipeline.observe_checkpoint = observed  # type: ignore[attr-defined]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         chosen = Options(

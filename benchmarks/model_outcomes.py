@@ -234,7 +234,7 @@ def models(root: Path, samples: Path, chosen: Callable[[str], bool]) -> Iterator
         yield Case("LLaVA", write_vision_model(root / "llava"), samples)
 
 
-QUANTIZED = {
+QUANTIZED: dict[str, dict[str, object]] = {
     "compressed-tensors FP8": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "GPTQ": {"quant_method": "gptq", "bits": 4},
     "AWQ": {"quant_method": "awq", "bits": 4},
@@ -267,8 +267,8 @@ def no_checkpoints(root: Path, samples: Path) -> Iterator[Case]:
     )
     yield Case("Git LFS pointer", pointer, samples)
     cut = altered(llama, root / "cut")
-    with (cut / "model.safetensors").open("r+b") as file:
-        file.truncate(5000)
+    with (cut / "model.safetensors").open("r+b") as weights:
+        weights.truncate(5000)
     yield Case("half-downloaded weights", cut, samples)
     broken = altered(llama, root / "broken")
     (broken / "config.json").write_text('{"architectures": [')
@@ -404,11 +404,14 @@ def main() -> None:
 
         def cases() -> Iterator[Case]:
             yield from models(root, samples, chosen)
-            for number, more in enumerate((no_checkpoints, sample_files)):
+            more: tuple[Callable[[Path], Iterator[Case]], ...] = (
+                lambda place: no_checkpoints(place, samples),
+                lambda place: sample_files(place, [x[:200] for x in texts[:200]]),
+            )
+            for number, made in enumerate(more):
                 place = root / str(number)
                 place.mkdir()
-                given = samples if more is no_checkpoints else [x[:200] for x in texts[:200]]
-                yield from (case for case in more(place, given) if chosen(case.name))  # type: ignore[arg-type]
+                yield from (case for case in made(place) if chosen(case.name))
 
         with ThreadPoolExecutor(options.jobs) as pool:
             found = [

@@ -5,6 +5,7 @@ Calibration observes one layer at a time (`calibrate.observe.sweep`), by the sam
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,16 +31,14 @@ def observing(
     counter = counter_of(len(names))
     observer = LayerObserver(spec, counter, {name: slot for slot, name in enumerate(names)})
 
+    def forward(ids: torch.Tensor, cache: Any) -> Any:
+        return model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+
     @torch.inference_mode()
     def run(batches: Sequence[Batch]) -> None:
         for batch in batches:
             ids = batch.token_ids.to(model.device)
-            observer.run(
-                batch,
-                lambda cache, ids=ids: model.base_model(
-                    input_ids=ids, past_key_values=cache, use_cache=True
-                ),
-            )
+            observer.run(batch, partial(forward, ids))
         observer.check()
 
     with ExitStack() as stack:

@@ -164,7 +164,8 @@ def run(index: int, options: argparse.Namespace) -> dict[str, Any]:
         if not result.exists():
             return {"error_text": text.strip()[-1500:]}
         values = {key: _number(each[-1]) for key, each in found.items() if each}
-        return json.loads(result.read_text()) | values
+        served: dict[str, Any] = json.loads(result.read_text())
+        return served | values
 
 
 def _number(text: str) -> float | str:

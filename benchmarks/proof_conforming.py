@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from card import conditions, report
@@ -174,8 +174,8 @@ class Tuned(VllmServer):
 
 async def admitted(setting: Setting, url: str, golden: Path) -> dict[str, Any]:
     """Admits the server as the gateway does, and again with all prompts."""
-    weights = "quantized" if setting.kv else "original"
-    kv = "float16" if not setting.kv else None
+    weights: Literal["quantized", "original"] = "quantized" if setting.kv else "original"
+    kv: Literal["float16"] | None = "float16" if not setting.kv else None
     exam = GoldenExam.load(golden, Proof(golden=golden, weights=weights, kv_cache=kv))
     backend = await reached(Query(url, golden))
     tokens, seconds = 0, 0.0
@@ -230,7 +230,7 @@ async def clients(setting: Setting, url: str, model: str) -> None:
             while True:
                 length = int(setting.characters * random.random() ** 2) + 16
                 start = random.randrange(len(text) - length)
-                body = {"model": model, "prompt": text[start : start + length]}
+                body: dict[str, object] = {"model": model, "prompt": text[start : start + length]}
                 body |= {"max_tokens": 64, "temperature": 1}
                 async with session.post("/v1/completions", json=body) as response:
                     await response.read()

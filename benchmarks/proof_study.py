@@ -104,7 +104,7 @@ class Study:
     @property
     def draws(self) -> int:
         """Returns the number of draws that share no prompt."""
-        simulated = next(iter(self.scenarios.logprobs.values())).shape[1]
+        simulated: int = next(iter(self.scenarios.logprobs.values())).shape[1]
         return min(len(self.answers), simulated) // self.strata
 
     def disjoint(self, draw: int) -> list[int]:

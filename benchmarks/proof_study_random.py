@@ -383,7 +383,7 @@ class Bench:
                 layer = model.get_submodule(prefix)
                 weights = as_fused(simulator.weights(layer, index, mine), mine, self.scales, spec)
                 stack.enter_context(replace_weights(layer, prefix, spec, weights))
-                rounded = mine if path.activations else ()
+                rounded = mine if path.activations else {}
                 stack.enter_context(simulator.rounding(layer, index, rounded, rounding))
             yield Served(model, spec, self.schemes, self.scales, path, stack)
 

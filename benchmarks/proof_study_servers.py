@@ -164,7 +164,7 @@ def make_inputs(directory: Path, draws: int) -> list[list[int]]:
         (inputs / "pool.json").write_text(json.dumps(by_draw))
     for name in ARTIFACTS:
         scales = Calibration.load(directory / f"{name}-cal").scales
-        np.savez_compressed(inputs / f"{name}.npz", **scales)
+        np.savez_compressed(inputs / f"{name}.npz", **scales)  # type: ignore[arg-type]
     found = json.loads((inputs / "pool.json").read_text())
     return [ids for draw in found[:draws] for _, ids in draw]
 

@@ -109,7 +109,7 @@ def pack(out: Path, name: str, golden: GoldenSet, found: ScenarioSet) -> None:
         known = np.where(np.isnan(steps), UNKNOWN, np.clip(steps, -32000, 32000))
         files[-1][scenario.model_dump_json()] = known.astype(np.int16)
     for number, arrays in enumerate(files):
-        np.savez_compressed(out / f"{name}-{number}.npz", **arrays)
+        np.savez_compressed(out / f"{name}-{number}.npz", **arrays)  # type: ignore[arg-type]
 
 
 def unpack(directory: Path, name: str, golden: GoldenSet) -> ScenarioSet:

@@ -120,9 +120,12 @@ def bandwidth() -> float | None:
         return None
     x = torch.empty(1 << 32, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
-    times = []
+    times: list[float] = []
     for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         start.record()
         y.copy_(x)
         end.record()

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,16 @@ def write_checkpoint(path: Path, config: dict[str, Any]) -> tuple[int, int]:
     groups: list[dict[str, PendingTensor]] = [{}]
     size = 0
     for number, (name, shape) in enumerate(sorted(shapes)):
-        tensor = PendingTensor("BF16", shape, lambda n=number, s=shape: random_codes(n, s))
+        tensor = PendingTensor("BF16", shape, partial(random_codes, number, shape))
         if groups[-1] and sum(x.nbytes for x in groups[-1].values()) + tensor.nbytes > SHARD:
             groups.append({})
         groups[-1][name] = tensor
         size += tensor.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_tensors(path / file, group)
-        weight_map |= dict.fromkeys(group, file)
+        shard = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_tensors(path / shard, group)
+        weight_map |= dict.fromkeys(group, shard)
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return len(groups), size

@@ -54,7 +54,13 @@ def main() -> None:
         written = sum(path.stat().st_size for path in directory.glob("out/*.safetensors"))
         load = os.getloadavg()[0]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-        command = [sys.executable, "-c", RUN, directory / "calibration", directory / "out"]
+        command: list[str | Path] = [
+            sys.executable,
+            "-c",
+            RUN,
+            directory / "calibration",
+            directory / "out",
+        ]
         done = subprocess.run(
             command, env=environment, check=True, stdout=subprocess.PIPE, text=True
         )

@@ -36,15 +36,17 @@ def prewarm(
     and kind of GPU finds the compiled kernels. With --cache, the directory can be a volume, or be
     copied to machines of the same kind.
     """
-    from serve.vllm.command import cache_variables
+    from serve.vllm.command import cache_variables, in_blocks
     from serve.vllm.server import VllmServer, complete
 
     options = words_of(vllm_options)
     variables = {} if cache is None else cache_variables(cache.resolve())
     log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"
+    # Else DeepGEMM compiles some kernels only when clients need them, and all requests wait.
+    every = {"VLLM_DEEP_GEMM_WARMUP": "full"} if in_blocks(checkpoint) else {}
     started = time.monotonic()
     with VllmServer(
-        checkpoint, log=log, command=vllm, options=options, environment=variables
+        checkpoint, log=log, command=vllm, options=options, environment=variables | every
     ) as server:
         ready = time.monotonic()
         complete(server)

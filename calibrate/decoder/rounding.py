@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from octet.numerics.formats import E4M3, E5M2, FORMATS, Format
 from octet.recipe import KvCacheDtype, TensorScheme
 
-__all__ = ["fake_quantize", "round_cache", "round_to"]
+__all__ = ["fake_quantize", "power_scales", "round_cache", "round_to"]
 
 P = ParamSpec("P")
 
@@ -171,16 +171,24 @@ def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
     return torch.where(amax == 0, 1.0, scale)
 
 
+def power_scales(amax: Tensor, fmt: Format) -> Tensor:
+    """Computes the least powers of two, of E8M0, at which magnitudes `amax` do not saturate.
+
+    In E2M1, magnitudes below 7 times the scale do not count as saturated: they become 6 times it.
+    """
+    # Above 448/2^8 = 1.75, or at it for E2M1, the addend carries into the exponent.
+    bits = amax.view(torch.int32) + (0x1FFFFF if fmt == E4M3 else 0x200000)
+    exponent = (bits >> 23) - fmt.emax
+    power = (exponent.clamp_(0, 254) << 23).view(torch.float32)
+    return power.clamp_(min=2.0**-127)
+
+
 def _group_scales(
     amax: Tensor, scheme: TensorScheme, fmt: Format, global_scale: Tensor | None
 ) -> Tensor:
     """Computes run-time scales from the groups' largest magnitudes, as engines do."""
     if scheme.scale_format == "e8m0":
-        # Above 448/2^8 = 1.75, or at it for E2M1, the addend carries into the exponent.
-        bits = amax.view(torch.int32) + (0x1FFFFF if fmt == E4M3 else 0x200000)
-        exponent = (bits >> 23) - fmt.emax
-        power = (exponent.clamp_(0, 254) << 23).view(torch.float32)
-        return power.clamp_(min=2.0**-127)
+        return power_scales(amax, fmt)
     if scheme.two_level:
         if global_scale is None:
             raise ValueError(f"{scheme.format} with e4m3 scales needs a global scale")

@@ -178,7 +178,7 @@ class PromptCost:
         rounding = None
         if cache:
             rounding = CacheRounding(self._cache, own=self._cache == self._recipe.kv_cache)
-        inputs = [name for name in weights if name in self._with_inputs]
+        inputs = {name: pair for name, pair in self._with_inputs.items() if name in weights}
         with (
             replace_weights(layer, self._spec.layer(index), self._spec, weights),
             self._served.rounding(layer, index, inputs, rounding),

@@ -17,14 +17,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from calibrate.decoder.arithmetic import Float32Linear
 from calibrate.decoder.experts import expert_weights, tap_experts
-from calibrate.decoder.rounding import fake_quantize
+from calibrate.decoder.rounding import fake_quantize, power_scales
 from calibrate.simulate.cache import CacheRounding, round_attention
 from calibrate.simulate.scales import DeviceScales, Scales, Watch
+from octet.artifacts.serving_path import ServingPath
 from octet.hardware.support import pattern_of
 from octet.model.spec import ModelSpec
+from octet.numerics.formats import FORMATS
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = [
@@ -38,15 +41,18 @@ __all__ = [
     "module_schemes",
     "replace_weights",
     "round_inputs",
+    "rounded_inputs",
     "rounds_inputs",
     "simulate",
     "simulate_modules",
+    "with_power_scales",
 ]
 
 Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weight and input scheme
 # weights(name) -> float32 [N, K], dequantized from the exported file; None: follow the recipe
 Weights: TypeAlias = Callable[[str], NDArray[np.float32] | None]
 
+_LEAST = 1e-4  # magnitude that vLLM takes a block's largest one to be at least
 _ROUNDED = 2.0**-22  # relative error of a few float32 products and quotients
 
 
@@ -178,16 +184,15 @@ class LayerSimulator:
         self,
         layer: nn.Module,
         index: int,
-        names: Collection[str],
+        schemes: Schemes,
         cache: CacheRounding | None,
         scales: DeviceScales | None = None,
     ) -> Iterator[None]:
-        """While active, rounds the activations of the linears `names`, and keys and values.
+        """While active, rounds the activations of the linears in `schemes`, and keys and values.
 
         `scales` are used in place of the simulator's own, if given.
         """
         used = scales or self.scales
-        schemes = {name: self.schemes[name] for name in names}
         with ExitStack() as stack:
             stack.enter_context(round_inputs(layer, index, self.spec, schemes, used))
             if cache is not None:
@@ -225,6 +230,40 @@ def decoded_weights(
             scales.get(f"{name}.weight_global_scale"),
         )
         for name, weight in weights.items()
+    }
+
+
+@torch.no_grad()
+def with_power_scales(weights: Mapping[str, Tensor], schemes: Schemes) -> dict[str, Tensor]:
+    """Encodes weights of FP8 blocks again, with scales that are powers of two; others stay.
+
+    `weights` are dequantized, float32 [N, K]. vLLM does this for DeepGEMM as it loads a checkpoint
+    (`requant_weight_ue8m0_inplace`): a block's scale becomes the least power of two at which its
+    largest magnitude, or 1e-4, does not saturate.
+    """
+    found = dict(weights)
+    for name, weight in weights.items():
+        scheme = schemes[name][0]
+        if scheme.blocks and (size := scheme.group_size):
+            short = [-length % size for length in weight.shape]
+            tiles = pad(weight.abs(), (0, short[1], 0, short[0]))
+            amax = tiles.reshape(-1, size, tiles.shape[1] // size, size).amax((1, 3))
+            scale = power_scales(amax.clamp(min=_LEAST), FORMATS[scheme.format])
+            found[name] = fake_quantize(weight, scheme, scale)
+    return found
+
+
+def rounded_inputs(schemes: Schemes, path: ServingPath) -> Schemes:
+    """Returns the schemes by which `path` rounds the inputs of linears; {} if it rounds none."""
+    if not path.activations:
+        return {}
+    if not path.power_scales:
+        return schemes
+    return {
+        name: (weight, inputs.model_copy(update={"scale_format": "e8m0"}))
+        if weight.blocks
+        else (weight, inputs)
+        for name, (weight, inputs) in schemes.items()
     }
 
 

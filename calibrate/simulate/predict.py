@@ -194,7 +194,7 @@ def _with_power(
 
 
 def _weight_only(path: ServingPath) -> ServingPath:
-    return path.model_copy(update={"activations": False})
+    return path.model_copy(update={"activations": False, "power_scales": False})
 
 
 class _Found:

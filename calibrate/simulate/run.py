@@ -27,7 +27,14 @@ from calibrate.simulate.faults import (
     changes_weights,
     faulty_weights,
 )
-from calibrate.simulate.model import LayerSimulator, Weights, module_schemes, replace_weights
+from calibrate.simulate.model import (
+    LayerSimulator,
+    Weights,
+    module_schemes,
+    replace_weights,
+    rounded_inputs,
+    with_power_scales,
+)
 from calibrate.simulate.packed import Pack, packs
 from calibrate.simulate.scales import DeviceScales, Scales
 from calibrate.simulate.schedule import Run, fault_records, planned
@@ -185,10 +192,13 @@ class _Bench:
         for run in runs:
             scenario = run.scenario
             faulty = scenario.fault if changes_weights(scenario, index) else None
-            key = (scenario.path.compute, scenario.path.weights, faulty)
+            path = scenario.path
+            key = (path.compute, path.weights, path.power_scales, faulty)
             groups.setdefault(key, []).append(run)
-        for (dtype, quantized, faulty), group in groups.items():
+        for (dtype, quantized, power_scales, faulty), group in groups.items():
             weights = fused if quantized else {}
+            if power_scales:
+                weights = with_power_scales(weights, schemes)
             if faulty is not None:
                 scenario = group[0].scenario
                 weights = faulty_weights(
@@ -199,7 +209,7 @@ class _Bench:
             factors = self._served.factors(weights) if dtype == "float32" else {}
             with replace_weights(layer, prefix, self._spec, weights, factors):
                 for run in group:
-                    rounded = schemes if run.scenario.path.activations else ()
+                    rounded = rounded_inputs(schemes, run.scenario.path)
                     cache = cache_rounding(run.scenario, self._recipe)
                     scales = self._taken.of(run.scenario)
                     with self._served.rounding(layer, index, rounded, cache, scales):

@@ -43,14 +43,17 @@ def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
     TensorRT compute in bfloat16 or better, ONNX Runtime in float32. vLLM on a CPU truncates values
     written to an FP8 cache. FlashAttention 3 also rounds queries if the cache is E4M3. Weight-only
     GEMMs are used for FP4 and MX formats on Hopper, and for FP8 on earlier GPUs, there only with
-    the recipe's own cache.
+    the recipe's own cache. vLLM's DeepGEMM rounds scales of FP8 blocks up to powers of two.
     """
     fp8 = recipe.weights.kind == "fp8"
+    blocks = any(weights.blocks for weights, _ in recipe.pairs)
     paths = []
     for cache in _caches(recipe):
         weight_only = not fp8 or cache == recipe.kv_cache
         for queries in (True, False) if cache == "e4m3" else (False,):
             paths.append(ServingPath(kv_cache=cache, queries=queries))
+            if blocks:
+                paths.append(ServingPath(kv_cache=cache, queries=queries, power_scales=True))
             if weight_only:
                 paths.append(ServingPath(kv_cache=cache, queries=queries, activations=False))
         if cache != "float16":

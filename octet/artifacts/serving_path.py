@@ -51,14 +51,17 @@ class ServingPath(BaseModel):
 
     `weights`: whether they are quantized as in the recipe. `activations`: whether the linear
     layers' activations are, too; if not, weights are decoded and multiplied in `compute` (W8A16,
-    W4A16). `kv_rounding` is the rounding of the cache's writer. `queries`: whether attention runs
-    in E4M3 (queries, keys and probabilities), as in FlashAttention 3 with an E4M3 cache.
+    W4A16). `power_scales`: whether scales of FP8 blocks are rounded up to powers of two, those of
+    activations and of weights, which are then encoded again: vLLM's default with DeepGEMM.
+    `kv_rounding` is the rounding of the cache's writer. `queries`: whether attention runs in E4M3
+    (queries, keys and probabilities), as in FlashAttention 3 with an E4M3 cache.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     weights: bool = True
     activations: bool = True
+    power_scales: bool = False
     kv_cache: KvCacheDtype
     kv_rounding: Literal["nearest", "truncate"] = "nearest"
     queries: bool = False
@@ -68,10 +71,11 @@ class ServingPath(BaseModel):
     def label(self) -> str:
         """A label such as "weights+activations, e5m2 (nearest), bfloat16"."""
         parts = [name for name in ("weights", "activations") if getattr(self, name)]
+        scales = " (e8m0 scales)" if self.power_scales else ""
         cache: str = self.kv_cache
         if cache != "float16":
             cache += f" ({self.kv_rounding}{', queries too' if self.queries else ''})"
-        return f"{'+'.join(parts) or 'nothing'}, {cache}, {self.compute}"
+        return f"{'+'.join(parts) or 'nothing'}{scales}, {cache}, {self.compute}"
 
 
 class Expectation(BaseModel):

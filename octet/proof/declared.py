@@ -72,7 +72,9 @@ def declared_paths(
     found = [
         path
         for path in (scenarios.paths if scenarios is not None else ())
-        if path.kv_cache == kv_cache and path.weights == quantized
+        if path.kv_cache == kv_cache
+        and path.weights == quantized
+        and (not path.power_scales or _has_deep_gemm(engine, device))
     ]
     name = f"{recipe.name} weights" if quantized else "original weights"
     cache = "16-bit" if kv_cache == "float16" else kv_cache
@@ -82,7 +84,7 @@ def declared_paths(
         pair = (recipe.weights, recipe.activations) if quantized else None
         taken = set(_known_paths(pair, kv_cache, engine, device))
         if taken:
-            found = [path for path in found if _without_compute(path) in taken]
+            found = [path for path in found if _as_known(path) in taken]
         else:
             label += " (how that rounds is not known: any way conforms)"
     return Declared(tuple(found), label, kv_cache, weights, engine, device)
@@ -143,6 +145,15 @@ def _assumed(engine: Engine | None) -> Sequence[Device]:
     return list({device.capability: device for device in gpus}.values())
 
 
-def _without_compute(path: ServingPath) -> ServingPath:
-    """Returns `path` without its compute dtype, for comparison."""
-    return path.model_copy(update={"compute": "bfloat16"})
+def _has_deep_gemm(engine: Engine | None, device: Device | None) -> bool:
+    """Returns True if vLLM may round scales of FP8 blocks there, as it does for DeepGEMM.
+
+    Whether it does depends on its environment variables.
+    """
+    compute = _ASSUMED if device is None else device.compute or (0, 0)
+    return engine in (None, "vllm-gpu") and compute >= _ASSUMED
+
+
+def _as_known(path: ServingPath) -> ServingPath:
+    """Returns `path` without what the hardware model does not tell, for comparison."""
+    return path.model_copy(update={"compute": "bfloat16", "power_scales": False})

@@ -61,12 +61,13 @@ class ManagedBackend(OpenAiHttpBackend):
         await super().start()
         vllm = await asyncio.to_thread(self._found)
         config = self._managed
+        found = await asyncio.to_thread(gpus)
         self.supervisor = Supervisor(
             config.name or config.artifact.name,
             lambda: asyncio.to_thread(self._words, vllm),
             self._health,
             environment=SAFE_PATH
-            | start_variables()
+            | start_variables(config.artifact, found)
             | (WEIGHT_ONLY if config.weight_only else {})
             | config.environment,
             moved=self._move,

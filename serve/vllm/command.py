@@ -27,6 +27,7 @@ __all__ = [
     "find_vllm",
     "gpus",
     "gpus_at_rest",
+    "in_blocks",
     "machine_flags",
     "require_checkpoint",
     "require_command",
@@ -38,6 +39,8 @@ __all__ = [
 TESTED = ("0.24", "0.32")  # the oldest and the newest release that Octet was tested with
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # keeps the working directory off sys.path
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts its engine, a process of its own
+_POWER_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
+_HOPPER = 9  # major compute capability
 _LINEAR_BACKEND = (0, 26)  # the oldest release that is known to have --linear-backend
 WEIGHT_ONLY = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}  # environment variables of older releases
 _SERVE_WITH = re.compile(r"(--kv-cache-dtype fp8_e[45]m[23])?")
@@ -274,13 +277,29 @@ def value_of(name: str, options: Sequence[str]) -> str | None:
     return None
 
 
-def start_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the environment variables that make vLLM start sooner, unless they are set.
+def start_variables(
+    checkpoint: Path, found: Sequence[Gpu], environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Returns the environment variables that vLLM is started with, except those that are set.
 
     A forked engine imports nothing again, which takes 12 to 18 s of 46 to 53 s on an H100. vLLM
     spawns it all the same where a fork does not work, such as in a process that uses CUDA.
+
+    On Hopper, the scales of an export's FP8 blocks are kept. vLLM's DeepGEMM would round them up to
+    powers of two and the weights a second time. Blackwell's DeepGEMM has no other scales.
     """
-    return {} if _METHOD in environment else {_METHOD: "fork"}
+    wanted = {_METHOD: "fork"}
+    if in_blocks(checkpoint) and any(gpu.capability[0] == _HOPPER for gpu in found):
+        wanted[_POWER_SCALES] = "0"
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def in_blocks(checkpoint: Path) -> bool:
+    """Returns True for an export with weights in FP8 blocks, which DeepGEMM multiplies."""
+    if not (checkpoint / MANIFEST_FILE).exists():
+        return False
+    recipe = Manifest.load(checkpoint, "checkpoint", verify=False).recipe
+    return any(weights.blocks for weights, _ in recipe.pairs)
 
 
 def cache_variables(directory: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from octet.errors import BackendError
 from serve.vllm.command import (
     artifact_flags,
+    gpus,
     require_checkpoint,
     require_command,
     start_variables,
@@ -51,7 +52,7 @@ class VllmServer:
         require_command(command)
         self.checkpoint, self.log, self.command = checkpoint, log, command
         self.options = [*artifact_flags(checkpoint), *options]
-        self.environment = start_variables() | dict(environment or {})
+        self.environment = start_variables(checkpoint, gpus()) | dict(environment or {})
         self.port = free_port()
         self._process: Any = None
 

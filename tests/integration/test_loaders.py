@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from calibrate.decoder.rounding import fake_quantize
+from calibrate.simulate.model import rounded_inputs, with_power_scales
 from export.checkpoint.write import CheckpointFormat, export_checkpoint
 from export.source import Source
+from octet.artifacts.serving_path import ServingPath
 from octet.model.spec import Linear
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.bits import unpack_e2m1
@@ -321,3 +324,48 @@ def join_experts(found: dict[Any, torch.Tensor], parameter: torch.Tensor) -> tor
             whole = whole[:1]
         rows.append(whole)
     return torch.stack(rows).reshape(parameter.shape)
+
+
+DEEP_GEMM = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+given = load_file(sys.argv[1])
+codes, scales = given["codes"].view(torch.float8_e4m3fn), given["scales"]
+fp8_utils.requant_weight_ue8m0_inplace(codes, scales)
+with set_current_vllm_config(VllmConfig()):
+    quantize = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=True)
+    inputs, of_inputs = quantize.forward_native(given["inputs"])
+save_file({"codes": codes.float(), "scales": scales, "inputs": inputs.float(),
+           "of_inputs": of_inputs.contiguous()}, sys.argv[2])
+"""
+
+
+@pytest.mark.vllm
+def test_vllm_rounds_scales_of_blocks_for_deep_gemm_as_simulated(tmp_path: Path) -> None:
+    require(layout.VLLM)
+    generator = torch.Generator().manual_seed(5)
+    weights, inputs = Recipe.load("fp8-block").pairs[0]
+    weight = torch.randn(384, 512, generator=generator) * torch.logspace(-4, 1, 512)
+    x = torch.randn(64, 512, generator=generator) * torch.logspace(-2, 2, 512)
+    scale = weight.reshape(3, 128, 4, 128).abs().amax((1, 3)) / 448
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    save_file({"codes": codes.view(torch.uint8), "scales": scale, "inputs": x}, tmp_path / "given")
+    files = [str(tmp_path / name) for name in ("given", "found")]
+    command = [str(layout.python(layout.VLLM)), "-P", "-c", DEEP_GEMM, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    theirs = load_file(tmp_path / "found")
+    again = theirs["scales"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    schemes = {"x": (weights, inputs)}
+    ours = with_power_scales({"x": codes.float() * spread}, schemes)["x"]
+    assert torch.equal(theirs["codes"] * again, ours)
+    assert not torch.equal(codes.float() * spread, ours)
+    (_, rounded) = rounded_inputs(schemes, ServingPath(kv_cache="e5m2", power_scales=True))["x"]
+    of_inputs = theirs["of_inputs"].repeat_interleave(128, 1)
+    assert torch.equal(theirs["inputs"] * of_inputs, fake_quantize(x, rounded))

@@ -10,7 +10,7 @@ import torch
 
 from calibrate.decoder.experts import expert_weights
 from calibrate.decoder.rounding import fake_quantize
-from calibrate.simulate.model import simulate, simulate_modules
+from calibrate.simulate.model import simulate, simulate_modules, with_power_scales
 from octet.numerics import microscaling, scaling
 from octet.numerics.formats import E5M2, FORMATS, round_to
 from octet.numerics.scaling import Granularity
@@ -167,3 +167,21 @@ def test_experts_are_quantized_one_by_one(tmp_path: Path) -> None:
     assert cost.kl > 1e-4
     # Not run one by one, sums are in another order: not zero, but nothing beside quantization.
     assert unchanged.kl < 1e-6
+
+
+def test_blocks_are_encoded_again_with_the_least_powers_of_two_that_hold_them() -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(200, 300, generator=generator) * torch.logspace(-6, 2, 300)
+    weight[:128, 128:256] = 0
+    weight[3, 5], weight[130:, 256:] = 448 * 2.0**-9, 2.0**-9  # amax is a code of its scale
+    schemes = {name: PRESETS[name].pairs[0] for name in ("fp8", "fp8-block")}
+    found = with_power_scales(dict.fromkeys(schemes, weight), schemes)
+    assert found["fp8"] is weight
+    for rows in (slice(0, 128), slice(128, 200)):
+        for columns in (slice(0, 128), slice(128, 256), slice(256, 300)):
+            block = weight[rows, columns].numpy()
+            scale = 2.0 ** np.ceil(np.log2(max(np.abs(block).max(), 1e-4) / 448))
+            expected = round_to(block / np.float32(scale), FORMATS["e4m3"]) * np.float32(scale)
+            assert np.array_equal(found["fp8-block"][rows, columns].numpy(), expected)
+    again = with_power_scales(found, {name: schemes["fp8-block"] for name in found})
+    assert torch.equal(again["fp8-block"], found["fp8-block"])  # nothing is lost any more

@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from calibrate.golden import golden_set
 from calibrate.simulate import predict as predict_module
-from calibrate.simulate.model import module_schemes, simulate_modules
+from calibrate.simulate.model import (
+    decoded_weights,
+    module_schemes,
+    simulate_modules,
+    with_power_scales,
+)
 from calibrate.simulate.predict import predict, scenarios, serving_paths
 from calibrate.simulate.run import Answers
+from calibrate.simulate.scales import DeviceScales
 from octet.artifacts.golden import GoldenSet
 from octet.artifacts.scenarios import Scenario
 from octet.artifacts.serving_path import Expectation, ServingPath
@@ -246,3 +253,24 @@ def test_a_record_with_any_answer_that_is_no_number_is_none(
     found = scenarios(bench.checkpoint, recipe, scales, golden, [path]).logprobs[path]
     assert np.isnan(found[:, 2]).all()
     assert np.isfinite(np.delete(found, 2, axis=1)).all()
+
+
+def test_scales_of_powers_of_two_are_of_weights_and_of_activations(
+    bench: Bench, golden: GoldenSet
+) -> None:
+    recipe = recipe_with("fp8-block")
+    scales, spec = bench.scales(recipe), bench.checkpoint.spec
+    schemes, device = module_schemes(spec, recipe), DeviceScales(scales, torch.device("cpu"))
+
+    def encoded_again(name: str) -> NDArray[np.float32]:
+        weight = torch.from_numpy(bench.checkpoint.read(f"{name}.weight").float32())
+        decoded = decoded_weights({name: weight}, schemes, device)
+        return with_power_scales(decoded, schemes)[name].numpy()
+
+    stored, rounded = ServingPath(kv_cache="e5m2"), ServingPath(kv_cache="e5m2", power_scales=True)
+    inputs = recipe.activations.model_copy(update={"scale_format": "e8m0"})
+    other = recipe.model_copy(update={"activations": inputs})
+    by_hand = predict(bench.checkpoint, other, scales, golden, [stored], weights=encoded_again)
+    found = predict(bench.checkpoint, recipe, scales, golden, [stored, rounded])
+    assert found.expectations[1].mean == by_hand.expectations[0].mean
+    assert found.expectations[1].mean != found.expectations[0].mean

@@ -32,6 +32,15 @@ def test_a_silent_fallback_is_among_the_paths(preset: str, kv_cache: KvCacheDtyp
     assert {x.kv_cache for x in paths if x.weights and not x.activations} == set(caches)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_only_blocks_are_served_with_scales_of_powers_of_two(preset: str) -> None:
+    found = [path for path in serving_paths(PRESETS[preset]) if path.power_scales]
+    caches = {path.kv_cache for path in found}
+    assert caches == ({"e5m2", "e4m3", "float16"} if preset == "fp8-block" else set())
+    assert all(path.activations and path.kv_rounding == "nearest" for path in found)
+    assert not serving_paths(PRESETS[preset])[0].power_scales  # the one that power is stated for
+
+
 @pytest.fixture(scope="module")
 def bench(tiny_model: Path) -> Bench:
     return make_bench(tiny_model, samples=2)

@@ -95,6 +95,34 @@ def test_declared_activations_tell_native_from_weight_only() -> None:
     assert original.paths == (BARE,)
 
 
+@pytest.mark.parametrize(
+    ("engine", "device", "conforms"),
+    [
+        (None, None, True),
+        ("vllm-gpu", None, True),
+        ("vllm-gpu", "h200", True),
+        (None, "b200", True),
+        ("vllm-gpu", "l40s", False),
+        ("vllm-cpu", None, False),
+        ("onnxruntime", None, False),
+        ("tensorrt", "h100", False),
+        (None, "cpu-avx512", False),
+    ],
+)
+def test_scales_are_powers_of_two_only_where_deep_gemm_runs(
+    engine: Any, device: str | None, conforms: bool
+) -> None:
+    rounded = NEAREST.model_copy(update={"power_scales": True})
+    paths = (NEAREST, rounded)
+    both = ScenarioSet(
+        "w", "fp8-block", {Scenario(path=x): np.zeros((2, 1, 1, 1), np.float32) for x in paths}
+    )
+    where = None if device is None else find_device(device)
+    found = declared_paths(both, PRESETS["fp8-block"], "e5m2", engine=engine, device=where)
+    assert (rounded in found.paths) == conforms
+    assert rounded.label == "weights+activations (e8m0 scales), e5m2 (nearest), bfloat16"
+
+
 def test_the_original_is_not_quantized() -> None:
     found = declared_paths(SET, FP8, "e5m2", weights="original", engine="vllm-gpu")
     assert found.paths == (BARE,)

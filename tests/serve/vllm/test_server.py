@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from octet.errors import ArtifactError, BackendError, ConfigError
+from octet.recipe import Recipe
 from serve.vllm.process import last_line
 from serve.vllm.server import VllmServer
 from tests.layout import ROOT
@@ -101,6 +102,38 @@ def test_an_export_brings_its_own_flags(tiny_model: Path, command: str, tmp_path
     assert words.endswith(
         "--kv-cache-dtype fp8_e5m2 --tensor-parallel-size 2 --served-model-name mine"
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "mine", "expected"),
+    [
+        ("fp8-block", "H200, 9.0, 143771, 143000", None, "0"),
+        ("fp8-block", "H200, 9.0, 143771, 143000", "1", "1"),
+        ("fp8-block", "B200, 10.0, 183359, 183000", None, None),
+        ("fp8", "H200, 9.0, 143771, 143000", None, None),
+    ],
+)
+def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
+    recipe: str,
+    gpu: str,
+    mine: str | None,
+    expected: str | None,
+    tiny_model: Path,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '{gpu}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if mine is not None:
+        monkeypatch.setenv(name, mine)
+    write_export(tmp_path / "export", tiny_model, "mine", recipe=Recipe.load(recipe))
+    with VllmServer(tmp_path / "export", log=tmp_path / "log", command=command):
+        env = json.loads((tmp_path / "calls").read_text())["env"]
+    assert env.get(name) == expected
 
 
 def test_one_that_ends_is_reported_with_the_cause_in_its_log(

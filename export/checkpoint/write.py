@@ -57,6 +57,10 @@ from octet.storage.tensors import (
 
 __all__ = ["CheckpointFormat", "ShardReader", "export_checkpoint"]
 
+_DEEP_GEMM = (
+    "vLLM's DeepGEMM rounds the scales of blocks up to powers of two, and the weights again: on"
+    " Hopper start it with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
+)
 _PART = 8 << 20  # bytes mapped and hashed together
 _AHEAD = 64 << 20  # bytes that may wait to be hashed
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: maps many pages at once, and cheaply
@@ -356,7 +360,10 @@ def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, 
         details["query_scale"] = (
             "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
         )
-    if warnings := layout.warnings(source):
+    warnings = layout.warnings(source)
+    if any(weights.blocks for weights, _ in source.recipe.pairs):
+        warnings.append(_DEEP_GEMM)
+    if warnings:
         details["warnings"] = warnings
     if template_of(source.checkpoint.path) is None:
         details["chat_template"] = "plain default: the model brings none"

@@ -98,6 +98,7 @@ async def counted(
         async for _ in backend.generate(request):
             pass
         runner.live.flush()
+    runner.live.close()  # else the last window may still be on its way to the file
     await backend.close()
     return read_live(directory, calibration)
 

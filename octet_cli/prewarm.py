@@ -36,28 +36,36 @@ def prewarm(
     and kind of GPU finds the compiled kernels. With --cache, the directory can be a volume, or be
     copied to machines of the same kind.
     """
-    from serve.vllm.command import cache_variables, in_blocks
-    from serve.vllm.server import VllmServer, complete
+    from serve.vllm.command import cache_variables, gpus, in_blocks, scale_variables
+    from serve.vllm.server import VllmServer, complete, complete_every_length
 
     options = words_of(vllm_options)
     variables = {} if cache is None else cache_variables(cache.resolve())
     log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"
-    # Else DeepGEMM compiles some kernels only when clients need them, and all requests wait.
-    every = {"VLLM_DEEP_GEMM_WARMUP": "full"} if in_blocks(checkpoint) else {}
     started = time.monotonic()
     with VllmServer(
-        checkpoint, log=log, command=vllm, options=options, environment=variables | every
+        checkpoint, log=log, command=vllm, options=options, environment=variables
     ) as server:
         ready = time.monotonic()
         complete(server)
         first = time.monotonic()
+        if in_blocks(checkpoint):  # DeepGEMM compiles some kernels only when a prompt needs them
+            complete_every_length(server)
+        last = time.monotonic()
     log.unlink()
     log.parent.rmdir()
-    seconds = {"ready_s": ready - started, "first_answer_s": first - started}
+    seconds = {
+        "ready_s": ready - started,
+        "first_answer_s": first - started,
+        "last_answer_s": last - started,
+    }
+    variables |= scale_variables(checkpoint, gpus())
     if as_json:
         print(json.dumps({**seconds, "environment": variables}))
         return
     print(f"ready after {seconds['ready_s']:.0f} s, first answer after {first - started:.0f} s")
+    if in_blocks(checkpoint):
+        print(f"prompts of all lengths answered after {last - started:.0f} s")
     if variables:
         print("start vLLM with these environment variables, or copy the directory:")
         for name, value in variables.items():

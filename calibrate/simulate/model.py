@@ -235,16 +235,17 @@ def decoded_weights(
 
 @torch.no_grad()
 def with_power_scales(weights: Mapping[str, Tensor], schemes: Schemes) -> dict[str, Tensor]:
-    """Encodes weights of FP8 blocks again, with scales that are powers of two; others stay.
+    """Quantizes weights of FP8 blocks again, with scales that are powers of two; others stay.
 
     `weights` are dequantized, float32 [N, K]. vLLM does this for DeepGEMM as it loads a checkpoint
     (`requant_weight_ue8m0_inplace`): a block's scale becomes the least power of two at which its
-    largest magnitude, or 1e-4, does not saturate.
+    largest magnitude, or 1e-4, does not saturate. Experts keep their weights: on Hopper, a kernel
+    in Triton multiplies them.
     """
     found = dict(weights)
     for name, weight in weights.items():
         scheme = schemes[name][0]
-        if scheme.blocks and (size := scheme.group_size):
+        if scheme.blocks and (size := scheme.group_size) and ".experts." not in name:
             short = [-length % size for length in weight.shape]
             tiles = pad(weight.abs(), (0, short[1], 0, short[0]))
             amax = tiles.reshape(-1, size, tiles.shape[1] // size, size).amax((1, 3))

@@ -197,13 +197,13 @@ class _Bench:
             groups.setdefault(key, []).append(run)
         for (dtype, quantized, power_scales, faulty), group in groups.items():
             weights = fused if quantized else {}
-            if power_scales:
-                weights = with_power_scales(weights, schemes)
             if faulty is not None:
                 scenario = group[0].scenario
                 weights = faulty_weights(
                     decoded, schemes, self._served.scales, self._spec, scenario
                 )
+            if power_scales:
+                weights = with_power_scales(weights, schemes)
             layer = layers[dtype]
             model = self._model(dtype)
             factors = self._served.factors(weights) if dtype == "float32" else {}

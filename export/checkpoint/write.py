@@ -58,8 +58,8 @@ from octet.storage.tensors import (
 __all__ = ["CheckpointFormat", "ShardReader", "export_checkpoint"]
 
 _DEEP_GEMM = (
-    "vLLM's DeepGEMM rounds the scales of blocks up to powers of two, and the weights again: on"
-    " Hopper start it with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
+    "vLLM's DeepGEMM rounds the scales of blocks up to powers of two and quantizes the weights"
+    " again: on Hopper start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
 )
 _PART = 8 << 20  # bytes mapped and hashed together
 _AHEAD = 64 << 20  # bytes that may wait to be hashed

@@ -9,9 +9,9 @@ served model is compared with the prediction for the path that its engine execut
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from octet.recipe import KvCacheDtype, Recipe
 from octet.storage.files import read_document
@@ -51,8 +51,9 @@ class ServingPath(BaseModel):
 
     `weights`: whether they are quantized as in the recipe. `activations`: whether the linear
     layers' activations are, too; if not, weights are decoded and multiplied in `compute` (W8A16,
-    W4A16). `power_scales`: whether scales of FP8 blocks are rounded up to powers of two, those of
-    activations and of weights, which are then encoded again: vLLM's default with DeepGEMM.
+    W4A16). `power_scales`: whether scales of FP8 blocks are rounded up to powers of two: those of
+    activations, and of weights, which are then quantized again, but for those of experts. It is
+    vLLM's default with DeepGEMM on Hopper.
     `kv_rounding` is the rounding of the cache's writer. `queries`: whether attention runs in E4M3
     (queries, keys and probabilities), as in FlashAttention 3 with an E4M3 cache.
     """
@@ -66,6 +67,14 @@ class ServingPath(BaseModel):
     kv_rounding: Literal["nearest", "truncate"] = "nearest"
     queries: bool = False
     compute: Literal["float32", "bfloat16"] = "bfloat16"
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out `power_scales` where it is False, so that earlier versions read the rest."""
+        found: dict[str, Any] = handler(self)
+        if not self.power_scales:
+            found.pop("power_scales", None)
+        return found
 
     @property
     def label(self) -> str:

@@ -61,7 +61,7 @@ class ManagedBackend(OpenAiHttpBackend):
         await super().start()
         vllm = await asyncio.to_thread(self._found)
         config = self._managed
-        found = await asyncio.to_thread(gpus)
+        found = await asyncio.to_thread(gpus, os.environ | config.environment)
         self.supervisor = Supervisor(
             config.name or config.artifact.name,
             lambda: asyncio.to_thread(self._words, vllm),

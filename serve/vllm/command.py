@@ -14,9 +14,12 @@ from pathlib import Path
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
+from octet.model.block_format import block_format
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
+from octet.storage.files import read_object
 
 __all__ = [
+    "KEEP_SCALES",
     "SAFE_PATH",
     "TESTED",
     "WEIGHT_ONLY",
@@ -31,6 +34,7 @@ __all__ = [
     "machine_flags",
     "require_checkpoint",
     "require_command",
+    "scale_variables",
     "served_name",
     "start_variables",
     "weight_only_flags",
@@ -39,9 +43,9 @@ __all__ = [
 TESTED = ("0.24", "0.32")  # the oldest and the newest release that Octet was tested with
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # keeps the working directory off sys.path
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts its engine, a process of its own
-_POWER_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 _HOPPER = 9  # major compute capability
 _LINEAR_BACKEND = (0, 26)  # the oldest release that is known to have --linear-backend
+KEEP_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}  # variables, for FP8 blocks on Hopper
 WEIGHT_ONLY = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}  # environment variables of older releases
 _SERVE_WITH = re.compile(r"(--kv-cache-dtype fp8_e[45]m[23])?")
 _VERSION = (
@@ -284,22 +288,27 @@ def start_variables(
 
     A forked engine imports nothing again, which takes 12 to 18 s of 46 to 53 s on an H100. vLLM
     spawns it all the same where a fork does not work, such as in a process that uses CUDA.
-
-    On Hopper, the scales of an export's FP8 blocks are kept. vLLM's DeepGEMM would round them up to
-    powers of two and the weights a second time. Blackwell's DeepGEMM has no other scales.
     """
-    wanted = {_METHOD: "fork"}
-    if in_blocks(checkpoint) and any(gpu.capability[0] == _HOPPER for gpu in found):
-        wanted[_POWER_SCALES] = "0"
+    wanted = {_METHOD: "fork"} | scale_variables(checkpoint, found)
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
+def scale_variables(checkpoint: Path, found: Sequence[Gpu]) -> dict[str, str]:
+    """Returns the variables with which vLLM keeps the scales of FP8 blocks on these GPUs.
+
+    On Hopper, vLLM's DeepGEMM would round them up to powers of two, and quantize the weights again.
+    Blackwell's DeepGEMM supports only powers of two.
+    """
+    hopper = bool(found) and all(gpu.capability[0] == _HOPPER for gpu in found)
+    return KEEP_SCALES if hopper and in_blocks(checkpoint) else {}
+
+
 def in_blocks(checkpoint: Path) -> bool:
-    """Returns True for an export with weights in FP8 blocks, which DeepGEMM multiplies."""
-    if not (checkpoint / MANIFEST_FILE).exists():
-        return False
-    recipe = Manifest.load(checkpoint, "checkpoint", verify=False).recipe
-    return any(weights.blocks for weights, _ in recipe.pairs)
+    """Returns True if the checkpoint has weights in FP8 blocks, which DeepGEMM multiplies."""
+    if (checkpoint / MANIFEST_FILE).exists():
+        recipe = Manifest.load(checkpoint, "checkpoint", verify=False).recipe
+        return any(weights.blocks for weights, _ in recipe.pairs)
+    return block_format(read_object(checkpoint / "config.json", ConfigError)) is not None
 
 
 def cache_variables(directory: Path) -> dict[str, str]:

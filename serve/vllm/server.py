@@ -9,7 +9,7 @@ kernels for minutes; they stay in caches under the home directory, so later star
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -25,10 +25,11 @@ from serve.vllm.command import (
 )
 from serve.vllm.process import child_process, free_port, last_line
 
-__all__ = ["VllmServer", "complete"]
+__all__ = ["VllmServer", "complete", "complete_every_length"]
 
 _READY_SECONDS = 1200.0  # a first start compiles kernels for up to five minutes
 _POLL_SECONDS = 0.2
+_LONGEST = 8192  # tokens that vLLM computes in one step, by default on large GPUs
 
 
 class VllmServer:
@@ -109,18 +110,42 @@ class VllmServer:
 
 def complete(server: VllmServer) -> None:
     """Generates a few tokens, greedily; raises BackendError if the server does not answer."""
+    _send(server, lambda context: [list(range(1, 65))], tokens=8)
+
+
+def complete_every_length(server: VllmServer) -> None:
+    """Generates a token after prompts of up to 8,192 tokens, for kernels chosen by the length.
+
+    Lengths are multiples of 8 up to 64, then of 64, the smallest tile of DeepGEMM. Prompts begin
+    differently, so that the prefix cache has none. Raises BackendError if the server does not
+    answer.
+    """
+
+    def prompts(context: int) -> Iterator[list[int]]:
+        for length in (*range(8, 64, 8), *range(64, _LONGEST + 1, 64)):
+            if length < context:
+                yield [1 + length % 61, 1 + length // 61 % 61, *[1] * (length - 2)]
+
+    _send(server, prompts, tokens=1)
+
+
+def _send(
+    server: VllmServer, prompts: Callable[[int], Iterable[list[int]]], *, tokens: int
+) -> None:
+    """Sends the `prompts` for the server's context, one after another."""
     opener = build_opener(ProxyHandler({}))
     try:
         with opener.open(f"{server.url}/v1/models", timeout=60) as answer:
-            model = json.load(answer)["data"][0]["id"]
-        body = {"model": model, "prompt": list(range(1, 65)), "max_tokens": 8, "temperature": 0}
-        request = Request(
-            f"{server.url}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"content-type": "application/json"},
-        )
-        with opener.open(request, timeout=_READY_SECONDS) as answer:
-            answer.read()
+            model = json.load(answer)["data"][0]
+        for prompt in prompts(model.get("max_model_len") or _LONGEST):
+            body = {"model": model["id"], "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+            request = Request(
+                f"{server.url}/v1/completions",
+                data=json.dumps(body).encode(),
+                headers={"content-type": "application/json"},
+            )
+            with opener.open(request, timeout=_READY_SECONDS) as answer:
+                answer.read()
     except (OSError, ValueError, LookupError) as error:
         raise BackendError(
             f"{server.checkpoint}: vLLM started and does not answer: {error}; its output is in"

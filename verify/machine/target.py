@@ -13,11 +13,13 @@ from octet.hardware.support import EngineName, Support, support
 from octet.model.checkpoint import Checkpoint
 from octet.model.gpt_oss import Mxfp4Weights
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
+from serve.vllm.command import KEEP_SCALES
 from verify.machine.diagnose import Serving, missing_packages, servings
 from verify.machine.diagnosis import Finding, Target
 
 __all__ = ["judge_artifact", "judge_configuration", "ports_of"]
 
+_HOPPER = 9  # major compute capability
 _USED = 0.9  # part of a GPU's memory that vLLM takes by default
 _CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
 _SAID = {
@@ -220,6 +222,10 @@ def _target(artifact: _Artifact, device: Device, found: Support, serving: Servin
     sentence = f"{weights} weights, {cache} cache on {device.name}: {_SAID[worst]}"
     if found.runs and found.attention:
         sentence += f"; attention by {found.attention}"
+    command = artifact.command if found.runs else ""
+    blocks = artifact.recipe is not None and any(x.blocks for x, _ in artifact.recipe.pairs)
+    if blocks and command.startswith("vllm ") and (device.compute or (0, 0))[0] == _HOPPER:
+        command = " ".join([*(f"{name}={value}" for name, value in KEEP_SCALES.items()), command])
     return Target(
         path=str(artifact.path),
         device=device.name,
@@ -227,7 +233,7 @@ def _target(artifact: _Artifact, device: Device, found: Support, serving: Servin
         weights=found.weights,
         cache=found.cache,
         sentence=sentence,
-        command=artifact.command if found.runs else "",
+        command=command,
         message=found.message,
         remedy=found.remedy,
     )

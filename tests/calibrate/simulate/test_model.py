@@ -175,8 +175,10 @@ def test_blocks_are_encoded_again_with_the_least_powers_of_two_that_hold_them() 
     weight[:128, 128:256] = 0
     weight[3, 5], weight[130:, 256:] = 448 * 2.0**-9, 2.0**-9  # amax is a code of its scale
     schemes = {name: PRESETS[name].pairs[0] for name in ("fp8", "fp8-block")}
+    expert = "model.layers.0.mlp.experts.3.up_proj"
+    schemes[expert] = schemes["fp8-block"]
     found = with_power_scales(dict.fromkeys(schemes, weight), schemes)
-    assert found["fp8"] is weight
+    assert found["fp8"] is weight and found[expert] is weight
     for rows in (slice(0, 128), slice(128, 200)):
         for columns in (slice(0, 128), slice(128, 256), slice(256, 300)):
             block = weight[rows, columns].numpy()

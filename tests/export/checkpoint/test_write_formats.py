@@ -394,3 +394,13 @@ def test_an_engine_that_cannot_tie_the_head_of_a_format_is_named(
     assert ["vLLM 0.24" in x and "tied embeddings" in x for x in told] == (
         [True] if format == "modelopt" else []
     )
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-block"])
+def test_what_an_engine_changes_in_blocks_is_told(
+    tiny_model: Path, tmp_path: Path, recipe: str
+) -> None:
+    make_calibration(tmp_path / "cal", tiny_model, Recipe.load(recipe))
+    manifest = export_checkpoint(tmp_path / "cal", tmp_path / "out")
+    told = manifest.details.get("warnings", [])
+    assert ["VLLM_USE_DEEP_GEMM_E8M0=0" in x for x in told] == [True] * (recipe == "fp8-block")

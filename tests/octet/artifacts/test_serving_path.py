@@ -67,3 +67,10 @@ def test_what_is_no_such_file_is_refused_by_name(tmp_path: Path) -> None:
         ExpectedSet.load(tmp_path)
     with pytest.raises(ValidationError, match="kv_rounding"):
         ServingPath(kv_cache="e5m2", kv_rounding="up")  # type: ignore[arg-type]
+
+
+def test_earlier_versions_read_all_but_the_scales_of_powers_of_two() -> None:
+    assert "power_scales" not in GPU.model_dump_json()
+    rounded = GPU.model_copy(update={"power_scales": True})
+    assert ServingPath.model_validate_json(rounded.model_dump_json()) == rounded
+    assert ServingPath.model_validate_json(GPU.model_dump_json()) == GPU

@@ -1,6 +1,7 @@
 """Backends that the gateway starts: supervision, restarts under load, and pools one at a time."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -349,3 +350,19 @@ def test_a_model_that_starts_one_pool_at_a_time_shares_none(
         path.write_text(text.replace(old, new))
         with pytest.raises(ConfigError, match=problem):
             load_config(path)
+
+
+async def test_hopper_keeps_the_scales_of_blocks_and_a_user_may_not(
+    tmp_path: Path, entry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"quantization_config": section}))
+    hopper = [Gpu("H200", (9, 0), 143_771, 143_000)]
+    for name in ("gpus", "gpus_at_rest"):
+        monkeypatch.setattr(f"serve.backends.managed.{name}", lambda *_: hopper)
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    for mine, expected in ({}, "0"), ({"environment": f'{{{name}: "1"}}'}, "1"):
+        async with gateway_of(tmp_path, one(entry(**mine))) as served:
+            await until(lambda: process_of(served)["pid"])
+            variables = Path(f"/proc/{process_of(served)['pid']}/environ").read_bytes()
+        assert f"{name}={expected}".encode() in variables.split(b"\0")

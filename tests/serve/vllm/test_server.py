@@ -11,8 +11,10 @@ import pytest
 
 from octet.errors import ArtifactError, BackendError, ConfigError
 from octet.recipe import Recipe
+from serve.vllm.command import Gpu, scale_variables
 from serve.vllm.process import last_line
 from serve.vllm.server import VllmServer
+from tests.command import octet
 from tests.layout import ROOT
 from tests.serve.vllm.exports import write_export
 
@@ -28,8 +30,16 @@ if "--fault" in sys.argv:
     sys.exit(1)
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        self.answer({{"data": [{{"id": "m", "max_model_len": 200}}]}})
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with open({calls!r} + "-prompts", "a") as file:
+            file.write(json.dumps(body["prompt"]) + chr(10))
+        self.answer({{}})
+    def answer(self, body):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
 HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
@@ -134,6 +144,37 @@ def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
     with VllmServer(tmp_path / "export", log=tmp_path / "log", command=command):
         env = json.loads((tmp_path / "calls").read_text())["env"]
     assert env.get(name) == expected
+
+
+def test_blocks_of_another_tool_keep_their_scales(checkpoint: Path) -> None:
+    hopper, blackwell = Gpu("H200", (9, 0), 143_771, 143_000), Gpu("B200", (10, 0), 183_359, 1)
+    assert scale_variables(checkpoint, [hopper]) == {}
+    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": section}))
+    assert scale_variables(checkpoint, [hopper]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    for others in ([], [blackwell], [hopper, blackwell]):  # Blackwell has only powers of two
+        assert scale_variables(checkpoint, others) == {}
+
+
+def test_prewarm_sends_blocks_a_prompt_for_each_kernel(
+    tiny_model: Path, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'H200, 9.0, 143771, 143000'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    sent = tmp_path / "calls-prompts"
+    for recipe, lengths in (("fp8", []), ("fp8-block", [*range(8, 64, 8), 64, 128, 192])):
+        export = tmp_path / recipe
+        write_export(export, tiny_model, "mine", recipe=Recipe.load(recipe))
+        done = octet("prewarm", export, "--vllm", command, "--json")
+        assert done.returncode == 0, done.stderr
+        keep = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if lengths else {}
+        assert json.loads(done.stdout)["environment"] == keep
+        prompts = [json.loads(line) for line in sent.read_text().splitlines()]
+        sent.unlink()
+        assert [len(prompt) for prompt in prompts] == [64, *lengths]
+        assert len({tuple(prompt[:2]) for prompt in prompts}) == len(prompts)  # of no cache
 
 
 def test_one_that_ends_is_reported_with_the_cause_in_its_log(

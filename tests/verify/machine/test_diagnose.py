@@ -181,6 +181,9 @@ def test_a_checkpoint_in_fp8_blocks_is_judged_by_its_weights(
     native, _ = judge_artifact(tmp_path / "fp8", stack("l40s"))
     plain, _ = judge_artifact(tiny_model, stack("l40s"))
     assert "fp8-block weights" in native[0].sentence and "fp8" not in plain[0].sentence
+    hopper, _ = judge_artifact(tmp_path / "fp8", stack("h100"))
+    keep = "VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve "
+    assert hopper[0].command.startswith(keep) and native[0].command.startswith("vllm serve ")
 
 
 def test_an_export_needs_vllm(checkpoints: dict[str, Path]) -> None:

@@ -44,6 +44,10 @@ _EXPLAINED = math.log(4)
 _EXPLAINED_AT = 0.99
 _FEWEST_PROMPTS = 3  # that show a cause: two may be alike by chance
 _FLAT = 0.5  # share of a distribution that its likeliest tokens hold, below which it is flat
+_POWER_SCALES = (
+    ", whose block scales the engine rounds up to powers of two (vLLM on Hopper keeps them with"
+    " VLLM_USE_DEEP_GEMM_E8M0=0)"
+)
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 
 
@@ -144,6 +148,8 @@ class _Judgement:
         if doubt is not None:
             outcome = "inconclusive"
         against = f"where {range_text(expected)} is expected of {self._declared.label}"
+        if self._has_power_scales():
+            against += _POWER_SCALES
         reason = sentence(outcome, self._measured, against, cause, expected)
         if doubt is not None:
             reason += f"; {doubt}"
@@ -177,6 +183,15 @@ class _Judgement:
             f" log-probabilities cannot tell {hidden} of {len(faults)} simulated faults from"
             " rounding; use a trained model, or serve with --no-proof"
         )
+
+    def _has_power_scales(self) -> bool:
+        """Returns whether the answers show that the engine rounds the scales of blocks."""
+        path = self._best.path
+        stored = Scenario(path=path.model_copy(update={"power_scales": False}))
+        if not path.power_scales or stored not in self._comparison.candidates:
+            return path.power_scales
+        z, prompts = self._comparison.against(self._best, stored)
+        return z > t_quantile(_EXPLAINED_AT, prompts - 1)
 
     def _is_visible(self, other: Scenario) -> bool:
         """Returns whether all prompts suffice to tell `other` from a conforming server."""

@@ -56,6 +56,20 @@ def test_honest_servers_are_as_expected(truth: Scenario) -> None:
         assert 0.3 < found.measure.kl_mean / found.expected.mean < 3
 
 
+def test_scales_that_the_engine_rounds_are_told() -> None:
+    rounded = Scenario(path=ServingPath(kv_cache="e5m2", power_scales=True))
+    for seed in range(10):
+        world = make_world(seed)
+        known = world.scenarios(seed, known=tuple(SIZES), fault_records=FAULT_RECORDS)
+        paths = {rounded if h == E4M3 else h: x for h, x in known.logprobs.items()}
+        scenarios = replace(known, logprobs=paths)
+        declared = declared_paths(scenarios, PRESETS["fp8-block"], "e5m2")
+        for truth, told in ((E4M3, True), (HONEST, False)):
+            found = judge(world.golden, scenarios, declared, world.server(truth, seed))
+            assert found.outcome == "as_expected", (seed, found.reason)
+            assert ("rounds up to powers of two" in found.reason) == told, (seed, found.reason)
+
+
 @pytest.mark.parametrize("noisier", [0.5, 1.3])
 def test_kernels_of_another_noise_are_honest_too(noisier: float) -> None:
     for seed in range(10):

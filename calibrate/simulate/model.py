@@ -52,7 +52,7 @@ Schemes: TypeAlias = Mapping[str, tuple[TensorScheme, TensorScheme]]  # weight a
 # weights(name) -> float32 [N, K], dequantized from the exported file; None: follow the recipe
 Weights: TypeAlias = Callable[[str], NDArray[np.float32] | None]
 
-_LEAST = 1e-4  # magnitude that vLLM takes a block's largest one to be at least
+_LEAST = 1e-4  # vLLM gives a block of smaller magnitudes the scale of this one
 _ROUNDED = 2.0**-22  # relative error of a few float32 products and quotients
 
 

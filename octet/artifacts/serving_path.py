@@ -51,11 +51,11 @@ class ServingPath(BaseModel):
 
     `weights`: whether they are quantized as in the recipe. `activations`: whether the linear
     layers' activations are, too; if not, weights are decoded and multiplied in `compute` (W8A16,
-    W4A16). `power_scales`: whether scales of FP8 blocks are rounded up to powers of two: those of
-    activations, and of weights, which are then quantized again, but for those of experts. It is
-    vLLM's default with DeepGEMM on Hopper.
-    `kv_rounding` is the rounding of the cache's writer. `queries`: whether attention runs in E4M3
-    (queries, keys and probabilities), as in FlashAttention 3 with an E4M3 cache.
+    W4A16). `power_scales`: whether scales of FP8 blocks are rounded up to powers of two, as vLLM's
+    DeepGEMM has them by default: those of activations, and of weights, which are then quantized
+    again (not those of experts). `kv_rounding` is the rounding of the cache's writer. `queries`:
+    whether attention runs in E4M3 (queries, keys and probabilities), as in FlashAttention 3 with an
+    E4M3 cache.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,6 +1,7 @@
 """`octet prewarm`: fills the kernel caches of a machine, so that vLLM starts in seconds there."""
 
 import json
+import os
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -59,7 +60,8 @@ def prewarm(
         "first_answer_s": first - started,
         "last_answer_s": last - started,
     }
-    variables |= scale_variables(checkpoint, gpus())
+    kept = scale_variables(checkpoint, gpus())
+    variables |= {name: os.environ.get(name, value) for name, value in kept.items()}
     if as_json:
         print(json.dumps({**seconds, "environment": variables}))
         return
@@ -67,6 +69,7 @@ def prewarm(
     if in_blocks(checkpoint):
         print(f"prompts of all lengths answered after {last - started:.0f} s")
     if variables:
-        print("start vLLM with these environment variables, or copy the directory:")
+        copied = "" if cache is None else ", or copy the directory"
+        print(f"start vLLM with these environment variables{copied}:")
         for name, value in variables.items():
             print(f"  {name}={value}")

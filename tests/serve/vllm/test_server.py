@@ -175,6 +175,11 @@ def test_prewarm_sends_blocks_a_prompt_for_each_kernel(
         sent.unlink()
         assert [len(prompt) for prompt in prompts] == [64, *lengths]
         assert len({tuple(prompt[:2]) for prompt in prompts}) == len(prompts)  # of no cache
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "1")
+    said = octet("prewarm", export, "--vllm", command).stdout
+    assert said.endswith(
+        "start vLLM with these environment variables:\n  VLLM_USE_DEEP_GEMM_E8M0=1\n"
+    )
 
 
 def test_one_that_ends_is_reported_with_the_cause_in_its_log(

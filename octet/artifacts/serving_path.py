@@ -80,7 +80,7 @@ class ServingPath(BaseModel):
     def label(self) -> str:
         """A label such as "weights+activations, e5m2 (nearest), bfloat16"."""
         parts = [name for name in ("weights", "activations") if getattr(self, name)]
-        scales = " (e8m0 scales)" if self.power_scales else ""
+        scales = " (e8m0)" if self.power_scales else ""
         cache: str = self.kv_cache
         if cache != "float16":
             cache += f" ({self.kv_rounding}{', queries too' if self.queries else ''})"

@@ -120,7 +120,7 @@ def test_scales_are_powers_of_two_only_where_deep_gemm_runs(
     where = None if device is None else find_device(device)
     found = declared_paths(both, PRESETS["fp8-block"], "e5m2", engine=engine, device=where)
     assert (rounded in found.paths) == conforms
-    assert rounded.label == "weights+activations (e8m0 scales), e5m2 (nearest), bfloat16"
+    assert rounded.label == "weights+activations (e8m0), e5m2 (nearest), bfloat16"
 
 
 def test_the_original_is_not_quantized() -> None:

@@ -316,10 +316,7 @@ def timed(batch: int, tokens: int) -> dict[str, float]:
     for splits in sorted({8, 16, 32, 64, splits_of(batch, heads)}):
         times = []
         for _ in range(60):
-            start, end = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            )
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             attend(query, key, value, table, lengths, one, one, size**-0.5, out, buffers, splits)
             end.record()

@@ -15,9 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import calibrate
 from calibrate import pipeline
+from calibrate.observe.sweep import observe_checkpoint
 from calibrate.options import Options
 from octet.recipe import PRESETS
 
@@ -34,10 +36,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {}
-    observe = pipeline.observe_checkpoint  # type: ignore[attr-defined]
 
     def observed(*arguments: Any, **named: Any) -> Any:
-        result = observe(*arguments, **named)
+        result = observe_checkpoint(*arguments, **named)
         digest = hashlib.sha256()
         values = 0
         for name in sorted(result.observations):
@@ -48,7 +49,6 @@ def main() -> None:
         found.update(sha256=digest.hexdigest(), histograms=len(result.observations), values=values)
         raise Done
 
-    pipeline.observe_checkpoint = observed  # type: ignore[attr-defined]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         chosen = Options(
@@ -58,7 +58,7 @@ def main() -> None:
             out=Path(name) / "calibration",
             recipe=PRESETS["fp8"],
         )
-        with contextlib.suppress(Done):
+        with contextlib.suppress(Done), patch.object(pipeline, "observe_checkpoint", observed):
             pipeline.run(chosen)
     tree = Path(calibrate.__file__).parents[1]
     commit = subprocess.run(

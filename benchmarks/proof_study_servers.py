@@ -10,9 +10,10 @@ pool of prompts to `answers-<server>.jsonl`. What is there already stays.
 import argparse
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -163,8 +164,8 @@ def make_inputs(directory: Path, draws: int) -> list[list[int]]:
         by_draw = [[stratum[draw] for stratum in pool] for draw in range(draws)]
         (inputs / "pool.json").write_text(json.dumps(by_draw))
     for name in ARTIFACTS:
-        scales = Calibration.load(directory / f"{name}-cal").scales
-        np.savez_compressed(inputs / f"{name}.npz", **scales)  # type: ignore[arg-type]
+        scales: Mapping[str, Any] = Calibration.load(directory / f"{name}-cal").scales
+        np.savez_compressed(inputs / f"{name}.npz", **scales)
     found = json.loads((inputs / "pool.json").read_text())
     return [ids for draw in found[:draws] for _, ids in draw]
 

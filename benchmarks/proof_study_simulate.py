@@ -101,7 +101,7 @@ def simulate(name: str, scales: Any, golden: GoldenSet, device: str) -> Scenario
 def pack(out: Path, name: str, golden: GoldenSet, found: ScenarioSet) -> None:
     """Differences from the reference in steps of `STEP`, int16 [repeats, records, 8, 20]."""
     reference = reference_of(golden)
-    files: list[dict[str, NDArray[np.int16]]] = [{}]
+    files: list[dict[str, Any]] = [{}]
     for scenario, values in found.logprobs.items():
         if sum(x.nbytes for x in files[-1].values()) + 2 * values.size > FILE_BYTES:
             files.append({})
@@ -109,7 +109,7 @@ def pack(out: Path, name: str, golden: GoldenSet, found: ScenarioSet) -> None:
         known = np.where(np.isnan(steps), UNKNOWN, np.clip(steps, -32000, 32000))
         files[-1][scenario.model_dump_json()] = known.astype(np.int16)
     for number, arrays in enumerate(files):
-        np.savez_compressed(out / f"{name}-{number}.npz", **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(out / f"{name}-{number}.npz", **arrays)
 
 
 def unpack(directory: Path, name: str, golden: GoldenSet) -> ScenarioSet:

@@ -122,10 +122,7 @@ def bandwidth() -> float | None:
     y = torch.empty_like(x)
     times: list[float] = []
     for _ in range(23):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         y.copy_(x)
         end.record()

@@ -60,10 +60,7 @@ def measure(
     error = (found - some @ wide.T).abs() / (some.abs() @ wide.abs().T)
     times = []
     for _ in range(ROUNDS):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         compute()
         end.record()

@@ -50,7 +50,8 @@ def prewarm(
         ready = time.monotonic()
         complete(server)
         first = time.monotonic()
-        if in_blocks(checkpoint):  # DeepGEMM compiles some kernels only when a prompt needs them
+        blocks = in_blocks(checkpoint)
+        if blocks:  # DeepGEMM compiles some kernels only when a prompt needs them
             complete_every_length(server)
         last = time.monotonic()
     log.unlink()
@@ -60,13 +61,13 @@ def prewarm(
         "first_answer_s": first - started,
         "last_answer_s": last - started,
     }
-    kept = scale_variables(checkpoint, gpus())
+    kept = scale_variables(blocks, [gpu.capability for gpu in gpus()])
     variables |= {name: os.environ.get(name, value) for name, value in kept.items()}
     if as_json:
         print(json.dumps({**seconds, "environment": variables}))
         return
     print(f"ready after {seconds['ready_s']:.0f} s, first answer after {first - started:.0f} s")
-    if in_blocks(checkpoint):
+    if blocks:
         print(f"prompts of all lengths answered after {last - started:.0f} s")
     if variables:
         copied = "" if cache is None else ", or copy the directory"

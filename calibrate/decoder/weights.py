@@ -107,7 +107,7 @@ class LayerWeights:
                 room -= self._sizes[self._resident]
                 self._resident += 1
             self._pool = ThreadPoolExecutor(min(_READERS, usable_cores()), "octet-read")
-            self._stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream: Any = torch.cuda.Stream(self.device)
 
     @property
     def resident_bytes(self) -> int:
@@ -250,7 +250,7 @@ class LayerWeights:
         self.checkpoint.read_into(name, pinned.reshape(-1).view(torch.uint8).numpy().data)
         with torch.cuda.stream(self._stream):
             copied = pinned.to(self.device, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event()
             done.record(self._stream)
         return name, copied, done
 

@@ -49,8 +49,8 @@ class CudaCounter:
                 f"{self.device} has no memory for {slots} histograms ({size}): free some there, or"
                 " calibrate with --device cpu"
             ) from None
-        self._compute_stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._count_stream = torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
+        self._compute_stream = torch.cuda.Stream(self.device, priority=-1)
+        self._count_stream = torch.cuda.Stream(self.device, priority=0)
         self._separate = False  # whether counting has a stream of its own, see `beside`
         self._held: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 

@@ -19,7 +19,6 @@ from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.storage.files import read_object
 
 __all__ = [
-    "KEEP_SCALES",
     "SAFE_PATH",
     "TESTED",
     "WEIGHT_ONLY",
@@ -45,7 +44,6 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # keeps the working directory off sys.path
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts its engine, a process of its own
 _HOPPER = 9  # major compute capability
 _LINEAR_BACKEND = (0, 26)  # the oldest release that is known to have --linear-backend
-KEEP_SCALES = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}  # variables, for FP8 blocks on Hopper
 WEIGHT_ONLY = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}  # environment variables of older releases
 _SERVE_WITH = re.compile(r"(--kv-cache-dtype fp8_e[45]m[23])?")
 _VERSION = (
@@ -289,18 +287,20 @@ def start_variables(
     A forked engine imports nothing again, which takes 12 to 18 s of 46 to 53 s on an H100. vLLM
     spawns it all the same where a fork does not work, such as in a process that uses CUDA.
     """
-    wanted = {_METHOD: "fork"} | scale_variables(checkpoint, found)
+    capabilities = [gpu.capability for gpu in found]
+    wanted = {_METHOD: "fork"} | scale_variables(in_blocks(checkpoint), capabilities)
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def scale_variables(checkpoint: Path, found: Sequence[Gpu]) -> dict[str, str]:
-    """Returns the variables with which vLLM keeps the scales of FP8 blocks on these GPUs.
+def scale_variables(blocks: bool, capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
+    """Returns the variables with which vLLM keeps the scales of FP8 blocks on GPUs of these kinds.
 
-    On Hopper, vLLM's DeepGEMM would round them up to powers of two, and quantize the weights again.
-    Blackwell's DeepGEMM supports only powers of two.
+    `blocks`: whether the weights are in FP8 blocks. On Hopper, vLLM's DeepGEMM would round the
+    scales up to powers of two, and quantize the weights again. Blackwell's DeepGEMM supports only
+    powers of two.
     """
-    hopper = bool(found) and all(gpu.capability[0] == _HOPPER for gpu in found)
-    return KEEP_SCALES if hopper and in_blocks(checkpoint) else {}
+    hopper = {major for major, _ in capabilities} == {_HOPPER}
+    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if hopper and blocks else {}
 
 
 def in_blocks(checkpoint: Path) -> bool:

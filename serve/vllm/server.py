@@ -114,11 +114,11 @@ def complete(server: VllmServer) -> None:
 
 
 def complete_every_length(server: VllmServer) -> None:
-    """Generates a token after prompts of up to 8,192 tokens, for kernels chosen by the length.
+    """Sends prompts of many lengths, so that kernels which are chosen by the length are compiled.
 
-    Lengths are multiples of 8 up to 64, then of 64, the smallest tile of DeepGEMM. Prompts begin
-    differently, so that the prefix cache has none. Raises BackendError if the server does not
-    answer.
+    Lengths are multiples of 8 up to 64, then of 64 up to 8,192 tokens: 64 is the smallest tile of
+    DeepGEMM. No two prompts begin alike, so none is in the prefix cache. Raises BackendError if the
+    server does not answer.
     """
 
     def prompts(context: int) -> Iterator[list[int]]:
@@ -132,7 +132,7 @@ def complete_every_length(server: VllmServer) -> None:
 def _send(
     server: VllmServer, prompts: Callable[[int], Iterable[list[int]]], *, tokens: int
 ) -> None:
-    """Sends the `prompts` for the server's context, one after another."""
+    """Sends the prompts that `prompts` returns for the server's context in tokens, in turn."""
     opener = build_opener(ProxyHandler({}))
     try:
         with opener.open(f"{server.url}/v1/models", timeout=60) as answer:

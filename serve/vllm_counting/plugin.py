@@ -136,7 +136,7 @@ class WorkerCounts:
     def _take(self) -> Callable[[], dict[str, NDArray[np.int64]]]:
         """Sets the counts to 0; returns a function with which another thread reads the old ones."""
         if self._counts.is_cuda:
-            counts, counted = in_order(self._counts), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            counts, counted = in_order(self._counts), torch.cuda.Event()
             counted.record()
         else:
             counts, counted = self._counts.clone(), None

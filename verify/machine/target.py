@@ -13,13 +13,12 @@ from octet.hardware.support import EngineName, Support, support
 from octet.model.checkpoint import Checkpoint
 from octet.model.gpt_oss import Mxfp4Weights
 from octet.recipe import PRESETS, KvCacheDtype, Recipe
-from serve.vllm.command import KEEP_SCALES
+from serve.vllm.command import scale_variables
 from verify.machine.diagnose import Serving, missing_packages, servings
 from verify.machine.diagnosis import Finding, Target
 
 __all__ = ["judge_artifact", "judge_configuration", "ports_of"]
 
-_HOPPER = 9  # major compute capability
 _USED = 0.9  # part of a GPU's memory that vLLM takes by default
 _CACHES: tuple[KvCacheDtype, ...] = ("e5m2", "e4m3", "float16")
 _SAID = {
@@ -224,8 +223,9 @@ def _target(artifact: _Artifact, device: Device, found: Support, serving: Servin
         sentence += f"; attention by {found.attention}"
     command = artifact.command if found.runs else ""
     blocks = artifact.recipe is not None and any(x.blocks for x, _ in artifact.recipe.pairs)
-    if blocks and command.startswith("vllm ") and (device.compute or (0, 0))[0] == _HOPPER:
-        command = " ".join([*(f"{name}={value}" for name, value in KEEP_SCALES.items()), command])
+    if command.startswith("vllm "):
+        variables = scale_variables(blocks, [device.compute] if device.compute else [])
+        command = " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
     return Target(
         path=str(artifact.path),
         device=device.name,

@@ -11,7 +11,7 @@ import pytest
 
 from octet.errors import ArtifactError, BackendError, ConfigError
 from octet.recipe import Recipe
-from serve.vllm.command import Gpu, scale_variables
+from serve.vllm.command import in_blocks, scale_variables
 from serve.vllm.process import last_line
 from serve.vllm.server import VllmServer
 from tests.command import octet
@@ -147,13 +147,14 @@ def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
 
 
 def test_blocks_of_another_tool_keep_their_scales(checkpoint: Path) -> None:
-    hopper, blackwell = Gpu("H200", (9, 0), 143_771, 143_000), Gpu("B200", (10, 0), 183_359, 1)
-    assert scale_variables(checkpoint, [hopper]) == {}
+    hopper, blackwell = (9, 0), (10, 0)
+    assert scale_variables(in_blocks(checkpoint), [hopper]) == {}
     section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (checkpoint / "config.json").write_text(json.dumps({"quantization_config": section}))
-    assert scale_variables(checkpoint, [hopper]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert in_blocks(checkpoint)
+    assert scale_variables(True, [hopper]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     for others in ([], [blackwell], [hopper, blackwell]):  # Blackwell has only powers of two
-        assert scale_variables(checkpoint, others) == {}
+        assert scale_variables(True, others) == {}
 
 
 def test_prewarm_sends_blocks_a_prompt_for_each_kernel(

@@ -172,9 +172,10 @@ def _absmax_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 
 def power_scales(amax: Tensor, fmt: Format) -> Tensor:
-    """Computes the least powers of two, of E8M0, at which magnitudes `amax` do not saturate.
+    """Computes for each magnitude in `amax` the least power of two at which it does not saturate.
 
-    In E2M1, magnitudes below 7 times the scale do not count as saturated: they become 6 times it.
+    `amax` and the scales are float32, of any shape; scales are in the range of E8M0. In E2M1, a
+    magnitude below 7 times the scale does not count as saturated: it becomes 6 times the scale.
     """
     # Above 448/2^8 = 1.75, or at it for E2M1, the addend carries into the exponent.
     bits = amax.view(torch.int32) + (0x1FFFFF if fmt == E4M3 else 0x200000)

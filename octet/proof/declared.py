@@ -155,5 +155,5 @@ def _has_deep_gemm(engine: Engine | None, device: Device | None) -> bool:
 
 
 def _as_known(path: ServingPath) -> ServingPath:
-    """Returns `path` without what the hardware model does not tell, for comparison."""
+    """Returns `path` with only what the hardware model knows, for comparison."""
     return path.model_copy(update={"compute": "bfloat16", "power_scales": False})

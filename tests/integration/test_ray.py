@@ -66,7 +66,7 @@ class RayCluster(Server):
 
     directory: Path
     port: int = field(default_factory=free_port)
-    proxy_s: int = 60  # for Ray's HTTP proxy to start, before Ray kills it; 5 by default
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
@@ -90,7 +90,9 @@ class RayCluster(Server):
         ]
 
     def environment(self) -> dict[str, str]:
-        return environment() | {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(self.proxy_s)}
+        # By default Ray gives its HTTP proxy five seconds to start, and then kills it.
+        patience = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+        return environment() | patience | dict(self.variables)
 
     def deploy(self, config: Path) -> "subprocess.CompletedProcess[str]":
         began = time.monotonic()
@@ -101,10 +103,6 @@ class RayCluster(Server):
 
     def replicas(self, deployment: str) -> list[int]:
         """The process ids of its replicas, also of those that still prove themselves."""
-        return self.processes(f"ray::ServeReplica:octet:{deployment}")
-
-    def processes(self, name: str) -> list[int]:
-        """The process ids of its actors whose name begins so."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -113,7 +111,9 @@ class RayCluster(Server):
                 raylet = Path(f"/proc/{parent}/cmdline").read_bytes()
             except OSError:
                 continue
-            if str(self.directory).encode() in raylet and words.startswith(name.encode()):
+            if str(self.directory).encode() in raylet and words.startswith(
+                f"ray::ServeReplica:octet:{deployment}".encode()
+            ):
                 found.append(int(path.name))
         return found
 
@@ -146,6 +146,17 @@ def run(words: list[str]) -> "subprocess.CompletedProcess[str]":
     )
 
 
+# What Ray's HTTP proxies call as they start: the first one never gets further.
+LATE_PROXY = """
+import os, time
+from pathlib import Path
+def hold_the_first():
+    first = Path(__file__).with_name("first")
+    if not first.exists():
+        first.write_text(str(os.getpid()))
+        time.sleep(3600)
+    return []
+"""
 OTHER = """
 import sys, ray
 ray.__version__ = "2.59.1"  # what Ray compares with the cluster's
@@ -359,23 +370,21 @@ def status(cluster: RayCluster, tmp_path: Path) -> Iterator[Callable[[], Status]
     process.wait()
 
 
-async def test_a_proxy_that_starts_too_late_is_waited_for(
+def test_a_proxy_that_starts_too_late_is_waited_for(
     exports: Path, write: Callable[..., Path], port: int, tmp_path: Path
 ) -> None:
     """Ray kills a proxy that is not ready in time, as on a busy machine, and starts another."""
     backend = {"type": "embedded", "path": str(exports / "onnx"), "threads": 1}
-    with started(tmp_path / "ray.log", proxy_s=3) as cluster:
-        deploying = asyncio.create_task(asyncio.to_thread(cluster.deploy, write("late", backend)))
-        await until(lambda: bool(cluster.processes("ray::SERVE_PROXY")), "no proxy")
-        (proxy,) = cluster.processes("ray::SERVE_PROXY")
-        os.kill(proxy, signal.SIGSTOP)
-        try:
-            done = await deploying
-        finally:
-            with suppress(ProcessLookupError):
-                os.kill(proxy, signal.SIGCONT)
+    (tmp_path / "late_proxy.py").write_text(LATE_PROXY)
+    variables = {
+        "PYTHONPATH": f"{layout.REPOSITORY}{os.pathsep}{tmp_path}",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "late_proxy.hold_the_first",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "3",
+    }
+    with started(tmp_path / "ray.log", variables=variables) as cluster:
+        done = cluster.deploy(write("late", backend))
         assert done.returncode == 0, done.stderr
-        assert proxy not in cluster.processes("ray::SERVE_PROXY")
+        assert not Path("/proc", (tmp_path / "first").read_text()).exists()
         assert ready(port)["models"][MODEL][0]["proof"] == "proven"
 
 

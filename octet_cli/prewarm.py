@@ -61,7 +61,7 @@ def prewarm(
         "first_answer_s": first - started,
         "last_answer_s": last - started,
     }
-    kept = scale_variables(blocks, [gpu.capability for gpu in gpus()])
+    kept = scale_variables(checkpoint, [gpu.capability for gpu in gpus()])
     variables |= {name: os.environ.get(name, value) for name, value in kept.items()}
     if as_json:
         print(json.dumps({**seconds, "environment": variables}))

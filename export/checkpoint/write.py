@@ -42,6 +42,7 @@ from export.source import Source, require_space
 from octet.artifacts.manifest import Manifest, check_destination, write_artifact
 from octet.errors import ConfigError, OctetError, UnsupportedError, nearest
 from octet.hardware.cores import usable_cores
+from octet.model.block_format import POWER_SCALES
 from octet.model.chat_template import DEFAULT_TEMPLATE, TEMPLATE_FILE, template_of
 from octet.progress import progress_bar
 from octet.recipe import KvCacheDtype
@@ -58,8 +59,8 @@ from octet.storage.tensors import (
 __all__ = ["CheckpointFormat", "ShardReader", "export_checkpoint"]
 
 _DEEP_GEMM = (
-    "vLLM's DeepGEMM rounds the scales of blocks up to powers of two and quantizes the weights"
-    " again: on Hopper start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
+    "vLLM's DeepGEMM rounds the scales of these blocks up to powers of two and quantizes the"
+    " weights again: on Hopper start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
 )
 _PART = 8 << 20  # bytes mapped and hashed together
 _AHEAD = 64 << 20  # bytes that may wait to be hashed
@@ -328,7 +329,10 @@ def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
 
 def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
     source.copy_side_files(directory, config=False)
-    config = source.checkpoint.config | {"quantization_config": layout.config(source)}
+    quantization = layout.config(source)
+    if _has_power_scales(source):
+        quantization |= POWER_SCALES
+    config = source.checkpoint.config | {"quantization_config": quantization}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for name, text in layout.side_files(source).items():
         (directory / name).write_text(text, "utf-8")
@@ -346,6 +350,18 @@ def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
+def _has_power_scales(source: Source) -> bool | None:
+    """Returns whether all scales of FP8 blocks are powers of two; None if there are no blocks."""
+    scales = [
+        source.weight_scale(linear)
+        for linear in source.quantized_linears().values()
+        if source.quantized_schemes(linear)[0].blocks
+    ]
+    if not scales:
+        return None
+    return all(bool((np.frexp(scale)[0] == 0.5).all()) for scale in scales)
+
+
 def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, Any]:
     """Returns the details for the manifest."""
     details: dict[str, Any] = {
@@ -361,7 +377,7 @@ def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, 
             "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
         )
     warnings = layout.warnings(source)
-    if any(weights.blocks for weights, _ in source.recipe.pairs):
+    if _has_power_scales(source) is False:
         warnings.append(_DEEP_GEMM)
     if warnings:
         details["warnings"] = warnings

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["QUANTIZATION", "BlockFormat", "block_format"]
+__all__ = ["POWER_SCALES", "QUANTIZATION", "BlockFormat", "block_format", "has_power_scales"]
 
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of config.json
+POWER_SCALES = {"scale_fmt": "ue8m0"}  # DeepSeek-V3.1's entry: scales are powers of two
 
 _SIZE = [128, 128]
 # Patterns of modules: without groups, and with few wildcards, none takes long to match.
@@ -34,9 +35,7 @@ class BlockFormat:
 
 def block_format(config: Mapping[str, Any]) -> BlockFormat | None:
     """Returns how config.json stores block weights; None for any other quantization, or none."""
-    section = config.get("quantization_config", config.get("compression_config"))
-    if not isinstance(section, dict):
-        return None
+    section = _section(config)
     if section.get("quant_method") == "fp8":
         fits = section.get("weight_block_size") == _SIZE and section.get("fmt", "e4m3") == "e4m3"
         dynamic = section.get("activation_scheme", "dynamic") == "dynamic"
@@ -49,6 +48,16 @@ def block_format(config: Mapping[str, Any]) -> BlockFormat | None:
         if fits and not others:
             return _format("weight_scale", [section.get("ignore") or []])
     return None
+
+
+def has_power_scales(config: Mapping[str, Any]) -> bool:
+    """Returns whether config.json says that all scales of blocks are powers of two."""
+    return POWER_SCALES.items() <= _section(config).items()
+
+
+def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = config.get("quantization_config", config.get("compression_config"))
+    return section if isinstance(section, dict) else {}
 
 
 def _is_block(group: object) -> bool:

@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
-from octet.model.block_format import block_format
+from octet.model.block_format import block_format, has_power_scales
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.storage.files import read_object
 
@@ -288,19 +289,20 @@ def start_variables(
     spawns it all the same where a fork does not work, such as in a process that uses CUDA.
     """
     capabilities = [gpu.capability for gpu in found]
-    wanted = {_METHOD: "fork"} | scale_variables(in_blocks(checkpoint), capabilities)
+    wanted = {_METHOD: "fork"} | scale_variables(checkpoint, capabilities)
     return {name: value for name, value in wanted.items() if name not in environment}
 
 
-def scale_variables(blocks: bool, capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
+def scale_variables(checkpoint: Path, capabilities: Sequence[tuple[int, int]]) -> dict[str, str]:
     """Returns the variables with which vLLM keeps the scales of FP8 blocks on GPUs of these kinds.
 
-    `blocks`: whether the weights are in FP8 blocks. On Hopper, vLLM's DeepGEMM would round the
-    scales up to powers of two, and quantize the weights again. Blackwell's DeepGEMM supports only
-    powers of two.
+    On Hopper, vLLM's DeepGEMM would round scales up to powers of two, and quantize the weights
+    again. Scales that are powers of two stay as they are. Blackwell's DeepGEMM has no others.
     """
     hopper = {major for major, _ in capabilities} == {_HOPPER}
-    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if hopper and blocks else {}
+    if not hopper or not in_blocks(checkpoint) or has_power_scales(_config(checkpoint)):
+        return {}
+    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
 
 
 def in_blocks(checkpoint: Path) -> bool:
@@ -308,7 +310,11 @@ def in_blocks(checkpoint: Path) -> bool:
     if (checkpoint / MANIFEST_FILE).exists():
         recipe = Manifest.load(checkpoint, "checkpoint", verify=False).recipe
         return any(weights.blocks for weights, _ in recipe.pairs)
-    return block_format(read_object(checkpoint / "config.json", ConfigError)) is not None
+    return block_format(_config(checkpoint)) is not None
+
+
+def _config(checkpoint: Path) -> Mapping[str, Any]:
+    return read_object(checkpoint / "config.json", ConfigError)
 
 
 def cache_variables(directory: Path) -> dict[str, str]:

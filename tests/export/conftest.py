@@ -83,7 +83,7 @@ def plausible_scales(
         factor = microscaling.global_scale(max(float(abs(x).max()) for x in shared), fmt)
         found[f"{name}.weight_global_scale"] = factor
         found[f"{name}.weight_scale"] = round_to(amax / np.float32(fmt.max) / factor, E4M3)
-    elif weights.scale_format == "e8m0":
+    elif weights.scale_format == "e8m0" or (weights.blocks and weights.method == "max"):
         found[f"{name}.weight_scale"] = microscaling.power_of_two_scales(amax, fmt)
     else:
         found[f"{name}.weight_scale"] = scaling.scale_from_absmax(amax, fmt)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calibrate.decoder.rounding import fake_quantize
+from calibrate.scales.weights import scale_of_weight
 from calibrate.simulate.model import rounded_inputs, with_power_scales
 from export.checkpoint.write import CheckpointFormat, export_checkpoint
 from export.source import Source
@@ -27,6 +28,7 @@ from octet.model.spec import Linear
 from octet.numerics import formats, microscaling, scaling
 from octet.numerics.bits import unpack_e2m1
 from octet.recipe import Override, Recipe
+from octet.storage.tensors import Tensor
 from tests.export.conftest import make_calibration
 from tests.integration.conftest import require
 from tests.integration.servers import layout
@@ -346,13 +348,18 @@ save_file({"codes": codes.float(), "scales": scales, "inputs": inputs.float(),
 
 
 @pytest.mark.vllm
-def test_vllm_rounds_scales_of_blocks_for_deep_gemm_as_simulated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("powers", [False, True], ids=["another tool's scales", "ours"])
+def test_vllm_rounds_scales_of_blocks_for_deep_gemm_as_simulated(
+    tmp_path: Path, powers: bool
+) -> None:
     require(layout.VLLM)
     generator = torch.Generator().manual_seed(5)
     weights, inputs = Recipe.load("fp8-block").pairs[0]
     weight = torch.randn(384, 512, generator=generator) * torch.logspace(-4, 1, 512)
     x = torch.randn(64, 512, generator=generator) * torch.logspace(-2, 2, 512)
     scale = weight.reshape(3, 128, 4, 128).abs().amax((1, 3)) / 448
+    if powers:
+        scale = torch.from_numpy(scale_of_weight("x", Tensor.of(weight.numpy()), weights).scale)
     spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     codes = (weight / spread).to(torch.float8_e4m3fn)
     save_file({"codes": codes.view(torch.uint8), "scales": scale, "inputs": x}, tmp_path / "given")
@@ -365,7 +372,7 @@ def test_vllm_rounds_scales_of_blocks_for_deep_gemm_as_simulated(tmp_path: Path)
     schemes = {"x": (weights, inputs)}
     ours = with_power_scales({"x": codes.float() * spread}, schemes)["x"]
     assert torch.equal(theirs["codes"] * again, ours)
-    assert not torch.equal(codes.float() * spread, ours)
+    assert torch.equal(codes.float() * spread, ours) == powers
     (_, rounded) = rounded_inputs(schemes, ServingPath(kv_cache="e5m2", power_scales=True))["x"]
     of_inputs = theirs["of_inputs"].repeat_interleave(128, 1)
     assert torch.equal(theirs["inputs"] * of_inputs, fake_quantize(x, rounded))

@@ -222,9 +222,8 @@ def _target(artifact: _Artifact, device: Device, found: Support, serving: Servin
     if found.runs and found.attention:
         sentence += f"; attention by {found.attention}"
     command = artifact.command if found.runs else ""
-    blocks = artifact.recipe is not None and any(x.blocks for x, _ in artifact.recipe.pairs)
     if command.startswith("vllm "):
-        variables = scale_variables(blocks, [device.compute] if device.compute else [])
+        variables = scale_variables(artifact.path, [device.compute] if device.compute else [])
         command = " ".join([*(f"{name}={value}" for name, value in variables.items()), command])
     return Target(
         path=str(artifact.path),

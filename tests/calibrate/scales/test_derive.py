@@ -69,7 +69,8 @@ def test_block_scales(checkpoint: Checkpoint) -> None:
     weight = stored(checkpoint, "model.layers.1.mlp.down_proj")
     blocks = np.abs(weight).reshape(2, 128, 4, 128).max(axis=(1, 3))
     scale = scales["model.layers.1.mlp.down_proj"].scale
-    np.testing.assert_array_equal(scale, blocks / np.float32(448))
+    least = 2.0 ** np.ceil(np.log2(blocks / np.float32(448)))  # at which nothing saturates
+    np.testing.assert_array_equal(scale, least)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from calibrate.decoder.experts import expert_weights
 from calibrate.decoder.rounding import fake_quantize
+from calibrate.scales.weights import scale_of_weight
 from calibrate.simulate.model import simulate, simulate_modules, with_power_scales
 from octet.numerics import microscaling, scaling
 from octet.numerics.formats import E5M2, FORMATS, round_to
@@ -187,3 +188,14 @@ def test_blocks_are_encoded_again_with_the_least_powers_of_two_that_hold_them() 
             assert np.array_equal(found["fp8-block"][rows, columns].numpy(), expected)
     again = with_power_scales(found, {name: schemes["fp8-block"] for name in found})
     assert torch.equal(again["fp8-block"], found["fp8-block"])  # nothing is lost any more
+
+
+def test_blocks_with_scales_of_the_recipe_are_not_changed_again() -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight = torch.randn(200, 300, generator=generator) * torch.logspace(-3, 2, 300)
+    weight[3, 5], weight[130:, 256:] = 448 * 2.0**-9, 0
+    schemes = {"x": PRESETS["fp8-block"].pairs[0]}
+    scale = scale_of_weight("x", Tensor.of(weight.numpy()), schemes["x"][0]).scale
+    stored = fake_quantize(weight, schemes["x"][0], torch.from_numpy(scale))
+    assert not torch.equal(stored, weight)
+    assert torch.equal(with_power_scales({"x": stored}, schemes)["x"], stored)

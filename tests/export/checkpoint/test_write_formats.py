@@ -14,7 +14,7 @@ from export.checkpoint.write import CheckpointFormat, export_checkpoint
 from octet.artifacts.calibration import Calibration
 from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
-from octet.recipe import KvCacheDtype, Override, Recipe
+from octet.recipe import KvCacheDtype, Override, Recipe, ScaleMethod
 from octet.storage.tensors import Tensor, TensorFile
 from tests.export.conftest import make_calibration
 from tests.models import KNOWN, write_model
@@ -396,11 +396,27 @@ def test_an_engine_that_cannot_tie_the_head_of_a_format_is_named(
     )
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "fp8-block"])
-def test_what_an_engine_changes_in_blocks_is_told(
-    tiny_model: Path, tmp_path: Path, recipe: str
+@pytest.mark.parametrize("format", ["compressed-tensors", "fp8", "modelopt"])
+@pytest.mark.parametrize("method", ["max", "mse"])
+def test_an_export_says_whether_an_engine_changes_its_blocks(
+    tiny_model: Path, tmp_path: Path, method: ScaleMethod, format: CheckpointFormat
 ) -> None:
-    make_calibration(tmp_path / "cal", tiny_model, Recipe.load(recipe))
+    recipe = Recipe.load("fp8-block")
+    weights = recipe.weights.model_copy(update={"method": method})
+    recipe = recipe.model_copy(update={"weights": weights})
+    make_calibration(tmp_path / "cal", tiny_model, recipe)
+    manifest = export_checkpoint(
+        tmp_path / "cal", tmp_path / "out", format=format, kv_cache="float16"
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    told = " ".join(manifest.details.get("warnings", []))
+    assert ("VLLM_USE_DEEP_GEMM_E8M0=0" in told) == (method == "mse")
+    assert config["quantization_config"].get("scale_fmt") == ("ue8m0" if method == "max" else None)
+
+
+def test_scales_of_no_blocks_are_not_described(tiny_model: Path, tmp_path: Path) -> None:
+    make_calibration(tmp_path / "cal", tiny_model, Recipe.load("fp8"))
     manifest = export_checkpoint(tmp_path / "cal", tmp_path / "out")
-    told = manifest.details.get("warnings", [])
-    assert ["VLLM_USE_DEEP_GEMM_E8M0=0" in x for x in told] == [True] * (recipe == "fp8-block")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "scale_fmt" not in config["quantization_config"]
+    assert "DEEP_GEMM" not in " ".join(manifest.details.get("warnings", []))

@@ -115,16 +115,18 @@ def test_an_export_brings_its_own_flags(tiny_model: Path, command: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gpu", "mine", "expected"),
+    ("recipe", "scales", "gpu", "mine", "expected"),
     [
-        ("fp8-block", "H200, 9.0, 143771, 143000", None, "0"),
-        ("fp8-block", "H200, 9.0, 143771, 143000", "1", "1"),
-        ("fp8-block", "B200, 10.0, 183359, 183000", None, None),
-        ("fp8", "H200, 9.0, 143771, 143000", None, None),
+        ("fp8-block", "float32", "H200, 9.0, 143771, 143000", None, "0"),
+        ("fp8-block", "float32", "H200, 9.0, 143771, 143000", "1", "1"),
+        ("fp8-block", "float32", "B200, 10.0, 183359, 183000", None, None),
+        ("fp8-block", "ue8m0", "H200, 9.0, 143771, 143000", None, None),
+        ("fp8", "float32", "H200, 9.0, 143771, 143000", None, None),
     ],
 )
 def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
     recipe: str,
+    scales: str,
     gpu: str,
     mine: str | None,
     expected: str | None,
@@ -141,6 +143,9 @@ def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
     if mine is not None:
         monkeypatch.setenv(name, mine)
     write_export(tmp_path / "export", tiny_model, "mine", recipe=Recipe.load(recipe))
+    section = {"scale_fmt": scales}
+    config = json.dumps({"quantization_config": section})
+    (tmp_path / "export" / "config.json").write_text(config)
     with VllmServer(tmp_path / "export", log=tmp_path / "log", command=command):
         env = json.loads((tmp_path / "calls").read_text())["env"]
     assert env.get(name) == expected
@@ -148,13 +153,17 @@ def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
 
 def test_blocks_of_another_tool_keep_their_scales(checkpoint: Path) -> None:
     hopper, blackwell = (9, 0), (10, 0)
-    assert scale_variables(in_blocks(checkpoint), [hopper]) == {}
+    assert scale_variables(checkpoint, [hopper]) == {}
     section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (checkpoint / "config.json").write_text(json.dumps({"quantization_config": section}))
     assert in_blocks(checkpoint)
-    assert scale_variables(True, [hopper]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert scale_variables(checkpoint, [hopper]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     for others in ([], [blackwell], [hopper, blackwell]):  # Blackwell has only powers of two
-        assert scale_variables(True, others) == {}
+        assert scale_variables(checkpoint, others) == {}
+    section["scale_fmt"] = "ue8m0"  # as DeepSeek-V3.1
+    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": section}))
+    assert in_blocks(checkpoint)
+    assert scale_variables(checkpoint, [hopper]) == {}
 
 
 def test_prewarm_sends_blocks_a_prompt_for_each_kernel(

@@ -81,9 +81,10 @@ def rescale(
     With `histograms`, a directory of live ones, the scales of activations are for that traffic.
     With `te_state`, a file of Transformer Engine's states, those that it has are the training's.
     `model` overrides the checkpoint path that the calibration recorded. For the calibration's own
-    recipe the scales are bit-identical. Raises ArtifactError if the calibration or the checkpoint
-    was altered, ConfigError for a recipe that does not fit the model, and GateError for one that
-    costs more on the golden prompts than `gate` allows; each leaves `out` unchanged.
+    recipe the scales are bit-identical, unless an earlier version chose others. Raises
+    ArtifactError if the calibration or the checkpoint was altered, ConfigError for a recipe that
+    does not fit the model, and GateError for one that costs more on the golden prompts than `gate`
+    allows; each leaves `out` unchanged.
     """
     opened = validate_rescale(calibration, out, recipe=recipe, model=model, gate=gate, force=force)
     origin = Calibration.load(calibration)
@@ -132,7 +133,9 @@ def rescale(
 
     of_samples = live is None and trained is None
     course = _convergence(origin, recipe, checkpoint, least) if of_samples else None
-    same = recipe == origin.manifest.recipe and of_samples
+    before = origin.weight_scales  # an earlier version may have chosen others
+    kept = all(np.array_equal(found.scales.get(name, np.nan), x) for name, x in before.items())
+    same = recipe == origin.manifest.recipe and of_samples and kept
     samples = origin.manifest.samples
     report = build_report(
         found,

@@ -54,7 +54,8 @@ class TensorScheme(BaseModel):
     in elements along the contracted dimension K. `scale_format` is the format in which scales are
     stored: float32; e8m0, powers of two (MX formats); or e4m3 (NVFP4). With e4m3 there are two
     levels, `real = stored * scale * global_scale`, with one float32 global scale per tensor, which
-    is static even if the group scales are dynamic.
+    is static even if the group scales are dynamic. Method `max` gives FP8 blocks of weights powers
+    of two, stored as float32.
 
     `margin` is head-room of a static activation scale, in powers of two, as Transformer Engine
     defines it: values up to 2^margin times the largest of the samples do not saturate.

@@ -13,9 +13,9 @@ squared errors of column j are multiplied by the mean square of its input, E[x_j
 observed it: the expected error of the output (see `calibrate.observe.channel_squares`). A tile of
 zeros has scale 1. A weight is read in slabs of rows, so that no whole copy of it is ever in memory.
 
-The scales of FP8 blocks are float32, and powers of two all the same: vLLM's DeepGEMM makes others
-such as it loads them, and quantizes the weights again. That increases their error by 40 %. Powers
-of two from the start cost 0.6 % (example model).
+Scales of FP8 blocks are stored as float32, but are powers of two. vLLM's DeepGEMM rounds any other
+scale up as it loads the weights and quantizes them again, which increases their error by 40 %.
+Powers of two from the start increase it by 0.6 % (example model).
 
 By every method, a weight that the checkpoint stores in FP8 blocks keeps its scales in a scheme of
 FP8 blocks, and has no error. In other schemes it is decoded, and one is in memory at a time.
@@ -288,15 +288,13 @@ def _candidates(
     if shared is not None:
         targets = (6.0, 4.0) if scheme.method == "four_six" else (6.0,)
         scales = np.stack([_two_level(amax, shared, target) for target in targets])
-    elif scheme.scale_format == "e8m0":
+    elif scheme.scale_format == "e8m0" or (scheme.blocks and scheme.method == "max"):
         scales = microscaling.power_of_two_scales(amax, fmt)[None]
-    elif scheme.blocks and scheme.method == "max":
-        scales = microscaling.power_of_two_scales(amax, fmt)[None]
-        scales = np.maximum(scales, np.finfo(np.float32).tiny)
     else:
         largest = np.asarray(scaling.scale_from_absmax(amax, fmt), np.float32)
         multiples = _MULTIPLES if scheme.method == "mse" else (1.0,)
         scales = np.stack([largest * np.float32(multiple) for multiple in multiples])
+    if scheme.scale_format == "float32":
         scales = np.maximum(scales, np.finfo(np.float32).tiny)
     return np.where(amax == 0, np.float32(1), scales).astype(np.float32)
 

@@ -59,8 +59,8 @@ from octet.storage.tensors import (
 __all__ = ["CheckpointFormat", "ShardReader", "export_checkpoint"]
 
 _DEEP_GEMM = (
-    "vLLM's DeepGEMM rounds the scales of these blocks up to powers of two and quantizes the"
-    " weights again: on Hopper start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
+    "scales of FP8 blocks are not powers of two: vLLM's DeepGEMM rounds them up and quantizes the"
+    " weights again; on Hopper start vLLM with VLLM_USE_DEEP_GEMM_E8M0=0, as octet serve does"
 )
 _PART = 8 << 20  # bytes mapped and hashed together
 _AHEAD = 64 << 20  # bytes that may wait to be hashed
@@ -330,7 +330,7 @@ def _cache_scales(source: Source, layout: Layout) -> dict[str, Tensors]:
 def _write_side_files(source: Source, layout: Layout, directory: Path) -> None:
     source.copy_side_files(directory, config=False)
     quantization = layout.config(source)
-    if _has_power_scales(source):
+    if _blocks_have_powers(source):
         quantization |= POWER_SCALES
     config = source.checkpoint.config | {"quantization_config": quantization}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -350,7 +350,7 @@ def _write_index(directory: Path, shards: dict[str, Tensors]) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
 
-def _has_power_scales(source: Source) -> bool | None:
+def _blocks_have_powers(source: Source) -> bool | None:
     """Returns whether all scales of FP8 blocks are powers of two; None if there are no blocks."""
     scales = [
         source.weight_scale(linear)
@@ -377,7 +377,7 @@ def _details(source: Source, layout: Layout, tensor_parallel: int) -> dict[str, 
             "calibrated" if all(known) else "not observed: an engine that rounds queries takes 1"
         )
     warnings = layout.warnings(source)
-    if _has_power_scales(source) is False:
+    if _blocks_have_powers(source) is False:
         warnings.append(_DEEP_GEMM)
     if warnings:
         details["warnings"] = warnings

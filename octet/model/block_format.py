@@ -5,10 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["POWER_SCALES", "QUANTIZATION", "BlockFormat", "block_format", "has_power_scales"]
+__all__ = [
+    "POWER_SCALES",
+    "QUANTIZATION",
+    "BlockFormat",
+    "block_format",
+    "has_blocks",
+    "has_power_scales",
+]
 
 QUANTIZATION = ("quantization_config", "compression_config")  # keys of config.json
-POWER_SCALES = {"scale_fmt": "ue8m0"}  # DeepSeek-V3.1's entry: scales are powers of two
+# DeepSeek-V3.1's entry in the quantization: all scales of blocks are powers of two.
+POWER_SCALES = {"scale_fmt": "ue8m0"}
 
 _SIZE = [128, 128]
 # Patterns of modules: without groups, and with few wildcards, none takes long to match.
@@ -52,7 +60,26 @@ def block_format(config: Mapping[str, Any]) -> BlockFormat | None:
 
 def has_power_scales(config: Mapping[str, Any]) -> bool:
     """Returns whether config.json says that all scales of blocks are powers of two."""
-    return POWER_SCALES.items() <= _section(config).items()
+    return bool(_section(config).get("scale_fmt") == POWER_SCALES["scale_fmt"])
+
+
+def has_blocks(config: Mapping[str, Any]) -> bool:
+    """Returns whether config.json says that weights are in FP8 blocks, of any size and any tool.
+
+    Unlike `block_format`, it does not ask whether Octet can read them.
+    """
+    section = _section(config)
+    groups = section.get("config_groups")
+    return (
+        bool(section.get("weight_block_size"))
+        or section.get("quant_algo") == "FP8_PB_WO"
+        or any(
+            isinstance(group, dict)
+            and isinstance(group.get("weights"), dict)
+            and group["weights"].get("strategy") == "block"
+            for group in (groups.values() if isinstance(groups, dict) else ())
+        )
+    )
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -45,8 +45,8 @@ _EXPLAINED_AT = 0.99
 _FEWEST_PROMPTS = 3  # that show a cause: two may be alike by chance
 _FLAT = 0.5  # share of a distribution that its likeliest tokens hold, below which it is flat
 _POWER_SCALES = (
-    ", whose block scales the engine rounds up to powers of two (vLLM on Hopper keeps them with"
-    " VLLM_USE_DEEP_GEMM_E8M0=0)"
+    ", with scales of FP8 blocks, those of activations too, rounded up to powers of two, as vLLM's"
+    " DeepGEMM does"
 )
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from octet.artifacts.manifest import MANIFEST_FILE, Manifest
 from octet.errors import ArtifactError, ConfigError
-from octet.model.block_format import block_format, has_power_scales
+from octet.model.block_format import has_blocks, has_power_scales
 from octet.model.not_a_checkpoint import explain_missing, is_hub_name
 from octet.storage.files import read_object
 
@@ -297,20 +297,18 @@ def scale_variables(checkpoint: Path, capabilities: Sequence[tuple[int, int]]) -
     """Returns the variables with which vLLM keeps the scales of FP8 blocks on GPUs of these kinds.
 
     On Hopper, vLLM's DeepGEMM would round scales up to powers of two, and quantize the weights
-    again. Scales that are powers of two stay as they are. Blackwell's DeepGEMM has no others.
+    again. Scales that are powers of two stay as they are. Blackwell's supports no others.
     """
     hopper = {major for major, _ in capabilities} == {_HOPPER}
-    if not hopper or not in_blocks(checkpoint) or has_power_scales(_config(checkpoint)):
-        return {}
-    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    config = _config(checkpoint)
+    if hopper and has_blocks(config) and not has_power_scales(config):
+        return {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    return {}
 
 
 def in_blocks(checkpoint: Path) -> bool:
     """Returns True if the checkpoint has weights in FP8 blocks, which DeepGEMM multiplies."""
-    if (checkpoint / MANIFEST_FILE).exists():
-        recipe = Manifest.load(checkpoint, "checkpoint", verify=False).recipe
-        return any(weights.blocks for weights, _ in recipe.pairs)
-    return block_format(_config(checkpoint)) is not None
+    return has_blocks(_config(checkpoint))
 
 
 def _config(checkpoint: Path) -> Mapping[str, Any]:

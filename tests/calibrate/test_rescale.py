@@ -27,6 +27,7 @@ from octet.numerics.bits import float32_to_bf16
 from octet.numerics.formats import E4M3
 from octet.recipe import PRESETS, Override, Recipe
 from octet.storage.tensors import Tensor, write_tensors
+from tests.calibrate.report_data import training
 from tests.command import octet
 from tests.shared import Shared
 
@@ -183,6 +184,30 @@ def test_its_own_recipe_changes_no_byte(origin: Calibration, tmp_path: Path) -> 
         assert (again.path / file).read_bytes() == (origin.path / file).read_bytes(), file
     assert again.manifest.samples == origin.manifest.samples
     assert again.manifest.model == origin.manifest.model
+
+
+def test_what_an_earlier_version_measured_with_other_scales_is_left_out(
+    with_queries: Calibration, tmp_path: Path
+) -> None:
+    """Its blocks had scales of amax / 448."""
+    recipe, measured = with_queries.manifest.recipe, training()
+    for name, factor in (("now", 1.0), ("earlier", 0.7)):
+        with write_artifact(tmp_path / name) as writer:
+            for file in {*with_queries.manifest.files}:
+                shutil.copyfile(with_queries.path / file, writer.path / file)
+            report = json.loads((writer.path / "report.json").read_text())
+            report["training"] = measured
+            (writer.path / "report.json").write_text(json.dumps(report))
+            scales = {
+                key: Tensor.of(scale * np.float32(factor if "weight" in key else 1))
+                for key, scale in with_queries.scales.items()
+            }
+            write_tensors(writer.path / "scales.safetensors", scales)
+            writer.finish(with_queries.manifest)
+        derived = rescale(tmp_path / name, tmp_path / f"{name}-2", recipe=recipe, predict=False)
+        assert_same_scales(derived, with_queries)
+        found = json.loads((derived.path / "report.json").read_text())["training"]
+        assert found == (measured if name == "now" else None)
 
 
 def test_what_cannot_be_known_is_named_with_a_reason(origin: Calibration, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_transformer_engines_linear_computes_ours(
 def test_transformer_engines_linear_computes_our_blocks(
     tensors: tuple[Tensor, Tensor], power_of_two: bool
 ) -> None:
-    """fp8-block is Float8BlockScaling with float32 scales; its own are powers of two."""
+    """fp8-block has its powers of two for weights, and float32 scales for activations."""
     te, recipes = transformer_engine("is_fp8_block_scaling_available")
     recipe = recipes.Float8BlockScaling()
     # `use_f32_scales=True` changes nothing in 2.20: they follow a variable that is read at import.

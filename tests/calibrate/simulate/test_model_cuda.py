@@ -1,5 +1,6 @@
 """On a GPU the simulation rounds to the very same bits, and costs what it costs on a CPU."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -110,15 +111,18 @@ def test_a_model_costs_what_it_costs_on_the_cpu(dtype: torch.dtype) -> None:
     assert abs(measured.kl / expected.kl - 1) < (0.03 if dtype == torch.float32 else 0.3)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_codes_are_multiplied_as_exactly_as_weights(preset: str) -> None:
-    """Codes are BF16 values times a scale, but for blocks, whose float32 scales are no factor."""
+@pytest.mark.parametrize(
+    ("preset", "powers"), [*((preset, False) for preset in PRESETS), ("fp8-block", True)]
+)
+def test_codes_are_multiplied_as_exactly_as_weights(preset: str, powers: bool) -> None:
+    """Codes are BF16 values times a scale, but for blocks whose scales are not powers of two."""
     config = LlamaConfig(hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     spec = ModelSpec.from_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "here")
     layer = fast_matmuls(LlamaForCausalLM(config)).eval().model.layers[0].cuda()
     name, down = "model.layers.0.mlp.down_proj", layer.mlp.down_proj
     scheme = PRESETS[preset].weights
-    scales = {f"{name}.weight_scale": stored_scales(scheme, (256, 512))}
+    drawn = stored_scales(scheme, (256, 512))
+    scales = {f"{name}.weight_scale": np.exp2(np.floor(np.log2(drawn))) if powers else drawn}
     if scheme.two_level:
         scales[f"{name}.weight_global_scale"] = torch.tensor(3e-4).numpy()
     served = LayerSimulator(
@@ -132,8 +136,8 @@ def test_codes_are_multiplied_as_exactly_as_weights(preset: str) -> None:
         exact = x.double() @ weights[name].double().T
         with replace_weights(layer, "model.layers.0", spec, weights, served.factors(weights)):
             found = down(x)
-            blocks = scheme.granularity == "block"
-            assert down.weight.dtype == (torch.float32 if blocks else torch.bfloat16)
+            factors = scheme.granularity == "block" and not powers
+            assert down.weight.dtype == (torch.float32 if factors else torch.bfloat16)
     assert down.weight is before and down.scale is None
     size = x.double().abs() @ weights[name].double().abs().T  # 0 for a row of small weights
     assert bool(((found.double() - exact).abs() <= 2.0**-21 * size).all())

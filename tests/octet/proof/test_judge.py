@@ -67,7 +67,7 @@ def test_scales_that_the_engine_rounds_are_told() -> None:
         for truth, told in ((E4M3, True), (HONEST, False)):
             found = judge(world.golden, scenarios, declared, world.server(truth, seed))
             assert found.outcome == "as_expected", (seed, found.reason)
-            assert ("rounds up to powers of two" in found.reason) == told, (seed, found.reason)
+            assert ("rounded up to powers of two" in found.reason) == told, (seed, found.reason)
 
 
 @pytest.mark.parametrize("noisier", [0.5, 1.3])

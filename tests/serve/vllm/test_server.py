@@ -6,11 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octet.errors import ArtifactError, BackendError, ConfigError
-from octet.recipe import Recipe
 from serve.vllm.command import in_blocks, scale_variables
 from serve.vllm.process import last_line
 from serve.vllm.server import VllmServer
@@ -18,6 +18,7 @@ from tests.command import octet
 from tests.layout import ROOT
 from tests.serve.vllm.exports import write_export
 
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # Writes how it was started; then is healthy, or ends as $FAULT says, or when its parent is gone.
 COMMAND = """#!{python} -S
 import json, os, sys
@@ -49,6 +50,11 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "model"
+
+
+def write_section(checkpoint: Path, section: Any) -> None:
+    config = {"quantization_config": section}
+    (checkpoint / "config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture
@@ -115,18 +121,17 @@ def test_an_export_brings_its_own_flags(tiny_model: Path, command: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("recipe", "scales", "gpu", "mine", "expected"),
+    ("section", "gpu", "mine", "expected"),
     [
-        ("fp8-block", "float32", "H200, 9.0, 143771, 143000", None, "0"),
-        ("fp8-block", "float32", "H200, 9.0, 143771, 143000", "1", "1"),
-        ("fp8-block", "float32", "B200, 10.0, 183359, 183000", None, None),
-        ("fp8-block", "ue8m0", "H200, 9.0, 143771, 143000", None, None),
-        ("fp8", "float32", "H200, 9.0, 143771, 143000", None, None),
+        (BLOCKS, "H200, 9.0, 143771, 143000", None, "0"),
+        (BLOCKS, "H200, 9.0, 143771, 143000", "1", "1"),
+        (BLOCKS, "B200, 10.0, 183359, 183000", None, None),
+        (BLOCKS | {"scale_fmt": "ue8m0"}, "H200, 9.0, 143771, 143000", None, None),
+        ({"weight_block_size": None}, "H200, 9.0, 143771, 143000", None, None),
     ],
 )
 def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
-    recipe: str,
-    scales: str,
+    section: dict[str, Any],
     gpu: str,
     mine: str | None,
     expected: str | None,
@@ -142,28 +147,48 @@ def test_hopper_keeps_the_scales_of_blocks_unless_the_user_wants_otherwise(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     if mine is not None:
         monkeypatch.setenv(name, mine)
-    write_export(tmp_path / "export", tiny_model, "mine", recipe=Recipe.load(recipe))
-    section = {"scale_fmt": scales}
-    config = json.dumps({"quantization_config": section})
-    (tmp_path / "export" / "config.json").write_text(config)
+    write_export(tmp_path / "export", tiny_model, "mine")
+    write_section(tmp_path / "export", section)
     with VllmServer(tmp_path / "export", log=tmp_path / "log", command=command):
         env = json.loads((tmp_path / "calls").read_text())["env"]
     assert env.get(name) == expected
 
 
-def test_blocks_of_another_tool_keep_their_scales(checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    "section",
+    [
+        BLOCKS,
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        {
+            "quant_method": "compressed-tensors",
+            "kv_cache_scheme": {"num_bits": 8},
+            "config_groups": {
+                "group_0": {"weights": {"strategy": "channel"}},
+                "group_1": {"weights": {"strategy": "block"}},
+            },
+        },
+    ],
+    ids=lambda section: section["quant_method"],
+)
+def test_blocks_of_every_tool_keep_their_scales(section: dict[str, Any], checkpoint: Path) -> None:
     hopper, blackwell = (9, 0), (10, 0)
     assert scale_variables(checkpoint, [hopper]) == {}
-    section = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": section}))
+    write_section(checkpoint, section)
     assert in_blocks(checkpoint)
     assert scale_variables(checkpoint, [hopper]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
     for others in ([], [blackwell], [hopper, blackwell]):  # Blackwell has only powers of two
         assert scale_variables(checkpoint, others) == {}
-    section["scale_fmt"] = "ue8m0"  # as DeepSeek-V3.1
-    (checkpoint / "config.json").write_text(json.dumps({"quantization_config": section}))
+    write_section(checkpoint, section | {"scale_fmt": "ue8m0"})  # as DeepSeek-V3.1
     assert in_blocks(checkpoint)
     assert scale_variables(checkpoint, [hopper]) == {}
+
+
+@pytest.mark.parametrize(
+    "section", [[], {"config_groups": []}, {"config_groups": {"a": 1, "b": {"weights": "block"}}}]
+)
+def test_a_quantization_of_no_known_form_has_no_blocks(section: Any, checkpoint: Path) -> None:
+    write_section(checkpoint, section)
+    assert not in_blocks(checkpoint)
 
 
 def test_prewarm_sends_blocks_a_prompt_for_each_kernel(
@@ -174,9 +199,10 @@ def test_prewarm_sends_blocks_a_prompt_for_each_kernel(
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     sent = tmp_path / "calls-prompts"
-    for recipe, lengths in (("fp8", []), ("fp8-block", [*range(8, 64, 8), 64, 128, 192])):
-        export = tmp_path / recipe
-        write_export(export, tiny_model, "mine", recipe=Recipe.load(recipe))
+    for name, lengths in (("channels", []), ("blocks", [*range(8, 64, 8), 64, 128, 192])):
+        export = tmp_path / name
+        write_export(export, tiny_model, "mine")
+        write_section(export, BLOCKS if lengths else {})
         done = octet("prewarm", export, "--vllm", command, "--json")
         assert done.returncode == 0, done.stderr
         keep = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if lengths else {}

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from export.checkpoint.write import export_checkpoint
 from octet.errors import ArtifactError, ConfigError
 from octet.hardware.machine import Machine
+from octet.recipe import Recipe, ScaleMethod
+from tests.export.conftest import make_calibration
 from tests.fp8_blocks import FP8, quantize_in_blocks
 from verify.machine.diagnose import diagnose
 from verify.machine.diagnosis import Diagnosis
@@ -140,8 +143,6 @@ def test_ports_disks_and_codecs() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoints(calibrations: dict[str, Path], tmp_path_factory: Any) -> dict[str, Path]:
-    from export.checkpoint.write import export_checkpoint
-
     root = tmp_path_factory.mktemp("checkpoints")
     made = {}
     for recipe in ("fp8", "nvfp4"):
@@ -184,6 +185,19 @@ def test_a_checkpoint_in_fp8_blocks_is_judged_by_its_weights(
     hopper, _ = judge_artifact(tmp_path / "fp8", stack("h100"))
     keep = "VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve "
     assert hopper[0].command.startswith(keep) and native[0].command.startswith("vllm serve ")
+
+
+@pytest.mark.parametrize(("method", "kept"), [("max", False), ("mse", True)])
+def test_the_variable_is_shown_for_blocks_that_it_keeps(
+    tiny_model: Path, tmp_path: Path, method: ScaleMethod, kept: bool
+) -> None:
+    recipe = Recipe.load("fp8-block")
+    weights = recipe.weights.model_copy(update={"method": method})
+    make_calibration(tmp_path / "cal", tiny_model, recipe.model_copy(update={"weights": weights}))
+    export_checkpoint(tmp_path / "cal", tmp_path / "out", kv_cache="e5m2")
+    (hopper,), _ = judge_artifact(tmp_path / "out", stack("h100"))
+    assert hopper.command.startswith("VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve ") == kept
+    assert "vllm serve " in hopper.command
 
 
 def test_an_export_needs_vllm(checkpoints: dict[str, Path]) -> None:

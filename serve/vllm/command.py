@@ -297,7 +297,7 @@ def scale_variables(checkpoint: Path, capabilities: Sequence[tuple[int, int]]) -
     """Returns the variables with which vLLM keeps the scales of FP8 blocks on GPUs of these kinds.
 
     On Hopper, vLLM's DeepGEMM would round scales up to powers of two, and quantize the weights
-    again. Scales that are powers of two stay as they are. Blackwell's supports no others.
+    again. Scales that are powers of two stay as they are. Blackwell's DeepGEMM has no others.
     """
     hopper = {major for major, _ in capabilities} == {_HOPPER}
     config = _config(checkpoint)

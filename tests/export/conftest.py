@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from calibrate.scales.weights import weight_scales
 from export.onnx.write import export_onnx
 from octet.artifacts.calibration import WEIGHTS_FILE
 from octet.model.checkpoint import Checkpoint
@@ -63,6 +64,12 @@ def make_calibration(
     return save_calibration(path, checkpoint, recipe, found, extra)
 
 
+def scales_by(model: Path, recipe: Recipe) -> dict[str, Float32Array]:
+    """The scales of weights as `calibrate` derives them."""
+    found = weight_scales(Checkpoint.open(model), recipe)
+    return {f"{name}.weight_scale": weight.scale for name, weight in found}
+
+
 def plausible_scales(
     checkpoint: Checkpoint, linear: Linear, weights: TensorScheme, inputs: TensorScheme
 ) -> dict[str, Float32Array]:
@@ -83,7 +90,7 @@ def plausible_scales(
         factor = microscaling.global_scale(max(float(abs(x).max()) for x in shared), fmt)
         found[f"{name}.weight_global_scale"] = factor
         found[f"{name}.weight_scale"] = round_to(amax / np.float32(fmt.max) / factor, E4M3)
-    elif weights.scale_format == "e8m0" or (weights.blocks and weights.method == "max"):
+    elif weights.scale_format == "e8m0":
         found[f"{name}.weight_scale"] = microscaling.power_of_two_scales(amax, fmt)
     else:
         found[f"{name}.weight_scale"] = scaling.scale_from_absmax(amax, fmt)

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from calibrate.decoder.loading import load_model
@@ -72,16 +70,6 @@ def world(tiny_model: Path, tiny_samples: Path, tmp_path_factory: pytest.TempPat
     return World(path / "source", path / "decoded", calibration, real)
 
 
-def scales_of(world: World) -> dict[str, NDArray[np.float32]]:
-    """The source's scales, by their names in a calibration."""
-    stored = contents(world.source)
-    return {
-        name.removesuffix("_inv"): scale.float().numpy()
-        for name, scale in stored.items()
-        if name.endswith(".weight_scale_inv")
-    }
-
-
 @pytest.mark.parametrize("layout", ["fp8", "compressed-tensors"])
 def test_blocks_are_exported_as_they_are(layout: Any, world: World, tmp_path: Path) -> None:
     export_checkpoint(world.calibration, tmp_path / "out", format=layout, kv_cache="float16")
@@ -138,8 +126,7 @@ def test_a_linear_that_the_recipe_leaves_out_is_exported_in_bf16(
     world: World, tmp_path: Path
 ) -> None:
     recipe = BLOCK.model_copy(update={"exclude": (*BLOCK.exclude, "*.o_proj")})
-    scales = {name: x for name, x in scales_of(world).items() if "o_proj" not in name}
-    make_calibration(tmp_path / "cal", world.source, recipe, scales=scales)
+    make_calibration(tmp_path / "cal", world.source, recipe)
     export_checkpoint(tmp_path / "cal", tmp_path / "out")
     after = contents(tmp_path / "out")
     name = "model.layers.1.self_attn.o_proj.weight"
@@ -148,7 +135,11 @@ def test_a_linear_that_the_recipe_leaves_out_is_exported_in_bf16(
 
 
 def test_what_an_algorithm_changed_is_quantized_again(world: World, tmp_path: Path) -> None:
-    checkpoint, scales = Checkpoint.open(world.source), scales_of(world)
+    checkpoint = Checkpoint.open(world.source)
+    scales = {
+        name: contents(world.source)[f"{name}_inv"].float().numpy()
+        for name in (f"{linear.name}.weight_scale" for linear in checkpoint.spec.linears())
+    }
     name = "model.layers.1.self_attn.q_proj.weight"
     changed = {name: checkpoint.read(name).times_power(-1)}
     make_calibration(tmp_path / "cal", world.source, BLOCK, scales=scales, changed=changed)

@@ -16,7 +16,7 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
 from octet.recipe import KvCacheDtype, Override, Recipe, ScaleMethod
 from octet.storage.tensors import Tensor, TensorFile
-from tests.export.conftest import make_calibration
+from tests.export.conftest import make_calibration, scales_by
 from tests.models import KNOWN, write_model
 
 ATTENTION = "model.layers.0.self_attn"
@@ -404,7 +404,8 @@ def test_an_export_says_whether_an_engine_changes_its_blocks(
     recipe = Recipe.load("fp8-block")
     weights = recipe.weights.model_copy(update={"method": method})
     recipe = recipe.model_copy(update={"weights": weights})
-    make_calibration(tmp_path / "cal", tiny_model, recipe)
+    scales = scales_by(tiny_model, recipe)
+    make_calibration(tmp_path / "cal", tiny_model, recipe, scales=scales)
     manifest = export_checkpoint(
         tmp_path / "cal", tmp_path / "out", format=format, kv_cache="float16"
     )

@@ -303,7 +303,8 @@ def _first_problem(error: yaml.YAMLError | ValidationError) -> str:
             fields = {*Recipe.model_fields, *TensorScheme.model_fields}
             return f"{where}: unknown key{nearest(key, fields)}"
         plain = {"missing": "missing", "model_type": "should be a section of keys and values"}
-        return f"{where}: {plain.get(first['type'], first['msg'])}"
+        message = first["msg"].removeprefix("Value error, ")
+        return f"{where}: {plain.get(first['type'], message)}"
     return " ".join(str(error).split())
 
 

@@ -69,17 +69,11 @@ def has_blocks(config: Mapping[str, Any]) -> bool:
     Unlike `block_format`, it does not ask whether Octet can read them.
     """
     section = _section(config)
+    if section.get("weight_block_size") or section.get("quant_algo") == "FP8_PB_WO":
+        return True
     groups = section.get("config_groups")
-    return (
-        bool(section.get("weight_block_size"))
-        or section.get("quant_algo") == "FP8_PB_WO"
-        or any(
-            isinstance(group, dict)
-            and isinstance(group.get("weights"), dict)
-            and group["weights"].get("strategy") == "block"
-            for group in (groups.values() if isinstance(groups, dict) else ())
-        )
-    )
+    found = groups.values() if isinstance(groups, dict) else ()
+    return any(_weights(group).get("strategy") == "block" for group in found)
 
 
 def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,12 +81,17 @@ def _section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
+def _weights(group: object) -> Mapping[str, Any]:
+    """Returns how a group of compressed-tensors stores weights; {} if it does not say."""
+    weights = group.get("weights") if isinstance(group, dict) else None
+    return weights if isinstance(weights, dict) else {}
+
+
 def _is_block(group: object) -> bool:
-    if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
-        return False
-    weights = group["weights"]
+    weights = _weights(group)
     return (
-        group.get("targets") == ["Linear"]
+        isinstance(group, dict)
+        and group.get("targets") == ["Linear"]
         and (weights.get("num_bits"), weights.get("type")) == (8, "float")
         and weights.get("strategy") == "block"
         and weights.get("block_structure") == _SIZE

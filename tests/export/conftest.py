@@ -14,7 +14,7 @@ from octet.model.checkpoint import Checkpoint
 from octet.model.spec import Linear
 from octet.numerics import microscaling, scaling
 from octet.numerics.formats import E4M3, FORMATS, Float32Array, round_to
-from octet.recipe import Recipe, TensorScheme
+from octet.recipe import Recipe, ScaleMethod, TensorScheme
 from octet.storage.tensors import Tensor, write_tensors
 from tests.calibrations import save_calibration
 from tests.shared import Shared
@@ -64,10 +64,14 @@ def make_calibration(
     return save_calibration(path, checkpoint, recipe, found, extra)
 
 
-def scales_by(model: Path, recipe: Recipe) -> dict[str, Float32Array]:
-    """The scales of weights as `calibrate` derives them."""
+def calibration_in_blocks(path: Path, model: Path, method: ScaleMethod) -> Path:
+    """`fp8-block` with the scales that `calibrate` derives by `method`: powers of two by `max`."""
+    preset = Recipe.load("fp8-block")
+    weights = preset.weights.model_copy(update={"method": method})
+    recipe = preset.model_copy(update={"weights": weights})
     found = weight_scales(Checkpoint.open(model), recipe)
-    return {f"{name}.weight_scale": weight.scale for name, weight in found}
+    scales = {f"{name}.weight_scale": weight.scale for name, weight in found}
+    return make_calibration(path, model, recipe, scales=scales)
 
 
 def plausible_scales(

@@ -16,7 +16,7 @@ from octet.artifacts.manifest import Manifest
 from octet.errors import ArtifactError, ConfigError, ExportError, UnsupportedError
 from octet.recipe import KvCacheDtype, Override, Recipe, ScaleMethod
 from octet.storage.tensors import Tensor, TensorFile
-from tests.export.conftest import make_calibration, scales_by
+from tests.export.conftest import calibration_in_blocks, make_calibration
 from tests.models import KNOWN, write_model
 
 ATTENTION = "model.layers.0.self_attn"
@@ -401,11 +401,7 @@ def test_an_engine_that_cannot_tie_the_head_of_a_format_is_named(
 def test_an_export_says_whether_an_engine_changes_its_blocks(
     tiny_model: Path, tmp_path: Path, method: ScaleMethod, format: CheckpointFormat
 ) -> None:
-    recipe = Recipe.load("fp8-block")
-    weights = recipe.weights.model_copy(update={"method": method})
-    recipe = recipe.model_copy(update={"weights": weights})
-    scales = scales_by(tiny_model, recipe)
-    make_calibration(tmp_path / "cal", tiny_model, recipe, scales=scales)
+    calibration_in_blocks(tmp_path / "cal", tiny_model, method)
     manifest = export_checkpoint(
         tmp_path / "cal", tmp_path / "out", format=format, kv_cache="float16"
     )

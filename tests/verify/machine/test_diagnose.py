@@ -13,8 +13,8 @@ import pytest
 from export.checkpoint.write import export_checkpoint
 from octet.errors import ArtifactError, ConfigError
 from octet.hardware.machine import Machine
-from octet.recipe import Recipe, ScaleMethod
-from tests.export.conftest import make_calibration, scales_by
+from octet.recipe import ScaleMethod
+from tests.export.conftest import calibration_in_blocks
 from tests.fp8_blocks import FP8, quantize_in_blocks
 from verify.machine.diagnose import diagnose
 from verify.machine.diagnosis import Diagnosis
@@ -191,11 +191,7 @@ def test_a_checkpoint_in_fp8_blocks_is_judged_by_its_weights(
 def test_the_variable_is_shown_for_blocks_that_it_keeps(
     tiny_model: Path, tmp_path: Path, method: ScaleMethod, kept: bool
 ) -> None:
-    recipe = Recipe.load("fp8-block")
-    weights = recipe.weights.model_copy(update={"method": method})
-    recipe = recipe.model_copy(update={"weights": weights})
-    scales = scales_by(tiny_model, recipe)
-    make_calibration(tmp_path / "cal", tiny_model, recipe, scales=scales)
+    calibration_in_blocks(tmp_path / "cal", tiny_model, method)
     export_checkpoint(tmp_path / "cal", tmp_path / "out", kv_cache="e5m2")
     (hopper,), _ = judge_artifact(tmp_path / "out", stack("h100"))
     assert hopper.command.startswith("VLLM_USE_DEEP_GEMM_E8M0=0 vllm serve ") == kept

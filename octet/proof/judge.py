@@ -45,8 +45,7 @@ _EXPLAINED_AT = 0.99
 _FEWEST_PROMPTS = 3  # that show a cause: two may be alike by chance
 _FLAT = 0.5  # share of a distribution that its likeliest tokens hold, below which it is flat
 _POWER_SCALES = (
-    ", with scales of FP8 blocks, those of activations too, rounded up to powers of two, as vLLM's"
-    " DeepGEMM does"
+    " (scales of blocks and of activations rounded up to powers of two, as by vLLM's DeepGEMM)"
 )
 _INCOMPLETE = 1 / 24  # share of incomplete answers that "as expected" allows
 

@@ -3,13 +3,14 @@
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Annotated
 
 import typer
 
-from octet_cli.options import Json, words_of
+from octet_cli.options import Json, console_for, words_of
 
 __all__ = ["prewarm"]
 
@@ -43,10 +44,15 @@ def prewarm(
     options = words_of(vllm_options)
     variables = {} if cache is None else cache_variables(cache.resolve())
     log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"
+    console = console_for(as_json)
+    saying = f"vLLM compiles, for minutes at first: {log}"  # in one line of a terminal
     started = time.monotonic()
-    with VllmServer(
-        checkpoint, log=log, command=vllm, options=options, environment=variables
-    ) as server:
+    with (
+        nullcontext() if console is None else console.status(saying),
+        VllmServer(
+            checkpoint, log=log, command=vllm, options=options, environment=variables
+        ) as server,
+    ):
         ready = time.monotonic()
         complete(server)
         first = time.monotonic()

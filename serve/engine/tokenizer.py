@@ -142,6 +142,17 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self.inner.get_vocab_size())
 
+    def plain_texts(self) -> list[str]:
+        """Returns the texts of all tokens that are text by themselves, but not special ones.
+
+        A server may not let a text spell special tokens (mistral_common).
+        """
+        added = self.inner.get_added_tokens_decoder().items()
+        special = {token for token, about in added if about.special}
+        ids = (token for token in range(self.vocab_size) if token not in special)
+        found = (self.token_bytes(token).decode(errors="replace") for token in ids)
+        return [text for text in found if text and "\ufffd" not in text]
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns token ids; `add_special_tokens` adds the tokenizer's own, such as BOS.
 

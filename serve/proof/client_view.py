@@ -148,7 +148,7 @@ class _Examiner:
         ours = self._defaults.tokenizer
         if ours is None:
             raise _Unknown("the artifact has none here")
-        texts = await asyncio.to_thread(_texts, ours)
+        texts = await asyncio.to_thread(ours.plain_texts)
         for start in range(0, len(texts), _PIECE):
             text = "\n".join(texts[start : start + _PIECE])
             theirs = await self._tokenized(prompt=text, add_special_tokens=False)
@@ -273,19 +273,6 @@ def _other_token(tokenizer: Tokenizer, ours: Sequence[int], theirs: Sequence[int
         f"its tokenizer is not the artifact's: it encodes {text!r} as token {given} instead of"
         f" {wanted}: serve the artifact's tokenizer.json"
     )
-
-
-def _texts(tokenizer: Tokenizer) -> list[str]:
-    """Returns the texts of all tokens that are text by themselves.
-
-    Without special tokens: a server may not let a text spell them (mistral_common).
-    """
-    added = tokenizer.inner.get_added_tokens_decoder().items()
-    special = {token for token, about in added if about.special}
-    ids = (token for token in range(tokenizer.vocab_size) if token not in special)
-    found = map(tokenizer.token_bytes, ids)
-    texts = (spelled.decode(errors="replace") for spelled in found)
-    return [text for text in texts if text and "\ufffd" not in text]
 
 
 def _short(golden: GoldenSet) -> list[GoldenRecord]:

@@ -1,6 +1,8 @@
 """Every format, written by another hand, is read back exactly and found right."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,72 @@ def test_a_checkpoint_of_others_needs_the_original_and_has_no_golden_records(
     found = verify(path, model=tiny_model)
     assert found.exit_code == 0 and found.made_by == "others" and len(found.rows) == 14
     assert any("no golden records" in note for note in found.notes)
+
+
+@pytest.fixture
+def pair_of_others(tiny_model: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """An original with defaults of its own, and another tool's checkpoint, which has them anew."""
+    original = tmp_path / "original"
+    shutil.copytree(tiny_model, original)
+    defaults = {"temperature": 0.6, "top_p": 1.0, "eos_token_id": [0]}
+    (original / "generation_config.json").write_text(json.dumps(defaults))
+    (original / "chat_template.jinja").write_text("{{ messages }}\n")
+    theirs = write_handmade(tmp_path / "theirs", original, "ct-channel", manifest=False)
+    tokenizer = json.loads((original / "tokenizer.json").read_text())
+    merges = tokenizer["model"]["merges"]
+    tokenizer["model"]["merges"] = [x if isinstance(x, str) else " ".join(x) for x in merges]
+    (theirs / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    config = {"chat_template": "{{ messages }}"}
+    (theirs / "tokenizer_config.json").write_text(json.dumps(config))
+    (theirs / "chat_template.jinja").unlink(missing_ok=True)
+    defaults = {"temperature": 0.6, "top_k": -1, "transformers_version": "5.23"}
+    (theirs / "generation_config.json").write_text(json.dumps(defaults))
+    return original, theirs
+
+
+def test_side_files_of_others_are_compared_by_content(pair_of_others: tuple[Path, Path]) -> None:
+    original, theirs = pair_of_others
+    assert verify(theirs, model=original).problems == []
+    (theirs / "tokenizer.json").unlink()
+    found = verify(theirs, model=original)
+    assert found.problems == [] and any("no tokenizer.json" in note for note in found.notes)
+
+
+def rotated(theirs: Path) -> None:
+    tokenizer = json.loads((theirs / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (theirs / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def written(name: str, text: str) -> Callable[[Path], object]:
+    return lambda theirs: (theirs / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "what"),
+    [
+        (rotated, "tokenizer.json", "encodes 'A' as token "),
+        (written("tokenizer.json", "{}"), "tokenizer.json", "cannot be compared: "),
+        (written("tokenizer_config.json", "{}"), "chat_template.jinja", "missing: the original"),
+        (written("chat_template.jinja", "{{ 1 }}"), "chat_template.jinja", "is not the original's"),
+        (
+            written("generation_config.json", '{"top_k": 20, "eos_token_id": [0, 7]}'),
+            "generation_config.json",
+            "temperature is 1, and 0.6 in the original; top_k is 20, and 0 in the original;"
+            " eos_token_id is [0, 7], and [0] in the original",
+        ),
+        (written("generation_config.json", "{"), "generation_config.json", "cannot be compared: "),
+    ],
+)
+def test_another_default_of_others_is_named(
+    change: Callable[[Path], object], where: str, what: str, pair_of_others: tuple[Path, Path]
+) -> None:
+    original, theirs = pair_of_others
+    change(theirs)
+    found = verify(theirs, model=original)
+    (problem,) = found.problems
+    assert problem.where == where and problem.what.startswith(what) and found.exit_code == 1
 
 
 def test_hf_quant_config_stands_in_for_a_missing_quantization_config(

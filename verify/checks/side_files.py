@@ -1,5 +1,6 @@
 """Verifies the files beside the weights: configuration, tokenizer, golden records."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,26 @@ from octet.artifacts.golden import GOLDEN_FILE
 from octet.artifacts.manifest import Manifest
 from octet.artifacts.scenarios import SCENARIOS_FILE
 from octet.artifacts.serving_path import EXPECTED_FILE
-from octet.errors import CheckpointError
+from octet.errors import CheckpointError, OctetError
+from octet.model.chat_template import GENERATION_CONFIG, TEMPLATE_FILE, template_of
+from octet.model.checkpoint import Checkpoint
 from octet.storage.files import read_object
+from serve.engine.tokenizer import Tokenizer
 from verify.checks.findings import Verification
 from verify.checks.original import Original
 
 __all__ = ["check_side_files"]
+
+_TOKENIZER = "tokenizer.json"
+# What vLLM takes from generation_config.json, and the values that it takes without.
+_NEUTRAL: dict[str, Any] = {
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+    "max_new_tokens": None,
+}
 
 # Keys that a tool may change without changing what the model computes.
 _FREE = {
@@ -42,6 +57,8 @@ def check_side_files(
     if original is None:
         return
     _check_config(path, manifest is not None, original, found)
+    if manifest is None:
+        _check_by_content(path, original.checkpoint, found)
     calibration = original.calibration
     if manifest is None or calibration is None:
         return
@@ -66,3 +83,60 @@ def _check_config(path: Path, ours: bool, original: Original, found: Verificatio
         if before.get(key) != written.get(key):
             what = f"{key} is {written.get(key)!r}, and {before.get(key)!r} in the original"
             found.problem("configuration", "config.json", what)
+
+
+def _check_by_content(path: Path, original: Checkpoint, found: Verification) -> None:
+    """Compares tokenizer, chat template and defaults, whose files other tools write anew."""
+    for name, compare in (
+        (_TOKENIZER, _other_token),
+        (TEMPLATE_FILE, _other_template),
+        (GENERATION_CONFIG, _other_defaults),
+    ):
+        if name == _TOKENIZER and not (path / name).is_file():
+            found.notes.append(f"no {name} to compare: a server needs the original's")
+            continue
+        try:
+            what = compare(path, original)
+        except OctetError as error:
+            what = f"cannot be compared: {error}"
+        if what:
+            found.problem("files", name, what)
+
+
+def _other_token(path: Path, original: Checkpoint) -> str:
+    """Says which text `path` encodes otherwise than `original`; "" if none."""
+    if not (original.path / _TOKENIZER).is_file():
+        return ""
+    ours, theirs = Tokenizer.load(original.path), Tokenizer.load(path)
+    added = ours.inner.get_added_tokens_decoder().values()
+    text = "\n".join([*ours.plain_texts(), *(token.content for token in added)])
+    for wanted, given in zip_longest(ours.encode(text), theirs.encode(text)):
+        if given != wanted:
+            token = "" if wanted is None else ours.token_bytes(wanted).decode(errors="replace")
+            return f"encodes {token!r} as token {given}, and as {wanted} in the original"
+    return ""
+
+
+def _other_template(path: Path, original: Checkpoint) -> str:
+    wanted, given = (template_of(x) or "" for x in (original.path, path))
+    if given.rstrip("\n") == wanted.rstrip("\n"):  # Jinja drops the last line's end
+        return ""
+    return "is not the original's chat template" if given else "missing: the original has one"
+
+
+def _other_defaults(path: Path, original: Checkpoint) -> str:
+    """Says which defaults of requests differ; "" if none."""
+    wanted, given = (_defaults(x, original.config) for x in (original.path, path))
+    differ = [key for key in wanted if given[key] != wanted[key]]
+    return "; ".join(f"{x} is {given[x]}, and {wanted[x]} in the original" for x in differ)
+
+
+def _defaults(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    file = directory / GENERATION_CONFIG
+    given = read_object(file, CheckpointError) if file.is_file() else {}
+    numbers = {key: x for key, x in given.items() if isinstance(x, int | float)}
+    found = {key: numbers.get(key, neutral) for key, neutral in _NEUTRAL.items()}
+    found["top_k"] = max(found["top_k"], 0)  # -1 is all, too
+    stops = given.get("eos_token_id", config.get("eos_token_id"))
+    found["eos_token_id"] = sorted(stops, key=str) if isinstance(stops, list) else [stops]
+    return found

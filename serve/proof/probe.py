@@ -113,7 +113,8 @@ class Probed:
         elif self.responses and self.alternatives < ALTERNATIVES:
             found.append(
                 f"it returns {self.alternatives} log-probabilities of a token, not {ALTERNATIVES}:"
-                " the verdict is as certain, but misses changes of less likely tokens alone"
+                " the verdict is as certain, but misses changes of less likely tokens alone, and"
+                f" the stated power is that of {ALTERNATIVES}"
             )
         sent = len(self.responses) + len(self.failures)
         for kind, outcome in _OUTCOMES.items():

@@ -141,7 +141,7 @@ async def test_fewer_log_probabilities_are_usable_and_said(silent: bool) -> None
     assert all(len(top) == 5 for r in probed.responses for top in r.tops)
     assert probed.notes == [
         "it returns 5 log-probabilities of a token, not 20: the verdict is as certain, but misses"
-        " changes of less likely tokens alone"
+        " changes of less likely tokens alone, and the stated power is that of 20"
     ]
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeAlias
@@ -36,6 +36,7 @@ class MemberProof:
         self.reason = "it has not been probed yet"  # one line, for people
         self.notes: tuple[str, ...] = ()
         self.differences: tuple[str, ...] = ()  # defaults that differ from the artifact's
+        self.settings: Mapping[str, str | int] = {}  # of the engine, as it was admitted
         self.probing = False  # a probe is under way
         self.outcomes: Counter[str] = Counter()  # of probes
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)  # probes, the newest last
@@ -65,7 +66,7 @@ class MemberProof:
     def forget(self, reason: str) -> None:
         """Discards the result, which belongs to an ended incarnation; the costs stay."""
         self.state, self.verdict, self.cause, self.notes = "unproven", None, None, ()
-        self.differences = ()
+        self.differences, self.settings = (), {}
         self.reason = reason
         self.next_at = -math.inf
 
@@ -102,6 +103,7 @@ class MemberProof:
             **measured(self.verdict, self.cause),
             "notes": list(self.notes),
             "differences": list(self.differences),
+            "settings": dict(self.settings),
             "prompts": self.prompts,
             "tokens": self.tokens,
             "share": round(self.share(served_tokens), 6),

@@ -6,8 +6,8 @@ and fails at others may fail at the very ones that would have shown its fault.
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from octet.errors import OctetError
@@ -48,6 +48,7 @@ class Examined:
     soon: bool = False  # whether a retry may help at once: not all prompts were answered
     cause: Cause | None = None  # if it does not come from the verdict
     view: ClientView | None = None  # what clients get by default; None: not examined
+    settings: Mapping[str, str | int] = field(default_factory=dict)  # of the engine
 
 
 async def examine(
@@ -67,8 +68,9 @@ async def examine(
     by default.
     """
     parts = exam.parts(seed, backend.context_length)
-    if findings := await exam.findings(backend):
-        return await _found(findings, exam, send, parts)
+    inspected = await exam.inspect(backend)
+    if inspected.findings:
+        return await _found(inspected.findings, exam, send, parts)
     if not parts:
         raise Unprovable.in_context(backend.name, backend.context_length)
     responses: list[Response] = []
@@ -96,7 +98,15 @@ async def examine(
             view = await exam.client_view(backend, timeout_s=timeout_s)
             if view.tokenizer is not None:
                 return Examined("refused", view.tokenizer, "unprovable", verdict, known, view=view)
-            return Examined(proven_by(verdict), reason, verdict.outcome, verdict, known, view=view)
+            return Examined(
+                proven_by(verdict),
+                reason,
+                verdict.outcome,
+                verdict,
+                known,
+                view=view,
+                settings=inspected.settings,
+            )
     reason = "; ".join(notes) if missing or not responses else ""
     reason = reason or (verdict.reason if verdict else "it has returned no answer")
     if verdict is not None and verdict.outcome == "as_expected" and not missing:

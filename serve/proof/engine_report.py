@@ -4,15 +4,16 @@ This finds faults that log-probabilities need not show.
 
 | engine   | reports                                                                               |
 |----------|---------------------------------------------------------------------------------------|
-| vLLM     | its version; the cache format, once `auto` is resolved; the checkpoint's path; the    |
-|          | context; its start time. The kind of build only if its version has it ("0.32.0+cpu"); |
-|          | by default, CPU builds use blocks of 128 tokens, others of 16                         |
+| vLLM     | its version; the cache format, once `auto` is resolved; whether it caches prefixes;   |
+|          | the checkpoint's path; the context; its start time. The kind of build only if its     |
+|          | version has it ("0.32.0+cpu"); by default, CPU builds use blocks of 128 tokens,       |
+|          | others of 16. Not whether it captures CUDA graphs, nor its kernels                    |
 | Triton   | its version; the model's backend, versions, parameters and kind of instances          |
 | others   | the context, at most                                                                  |
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from serve.backends.openai_http import OpenAiHttpBackend, card_of, context_lengt
 from serve.backends.prometheus import samples
 from serve.proof.served_files import differences
 
-__all__ = ["EngineReport", "engine_report", "structural_findings"]
+__all__ = ["EngineReport", "Inspection", "engine_report", "structural_findings"]
 
 _STARTED, _CACHE = "process_start_time_seconds", "vllm:cache_config_info"
 # vLLM's --kv-cache-dtype after `auto` is resolved. A value that is not listed is not compared.
@@ -68,8 +69,29 @@ class EngineReport:
         return self.engine != "embedded" and self.facts.get("backend") != "python"
 
     @property
+    def settings(self) -> dict[str, str | int]:
+        """Returns what it was started with: no address, and no path."""
+        known: dict[str, str | int | None] = {
+            "engine": self.engine,
+            "version": self.version,
+            "cache": self.cache_dtype,
+            "context": self.context,
+            "prefix caching": self.facts.get("prefix caching"),
+            "backend": self.facts.get("backend"),
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    @property
     def kv_cache(self) -> KvCacheDtype | None:
         return _FORMATS.get(self.cache_dtype or "")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an engine reports about itself, compared with the declared configuration."""
+
+    findings: Sequence[str] = ()  # contradictions, a line each
+    settings: Mapping[str, str | int] = field(default_factory=dict)  # that it was started with
 
 
 async def engine_report(backend: Backend) -> EngineReport | None:
@@ -137,6 +159,8 @@ async def _of_openai(backend: OpenAiHttpBackend) -> EngineReport | None:
     facts: dict[str, str] = {}
     if cache.get("user_specified_block_size") == "False" and cache.get("block_size") == "128":
         facts["blocks"] = "of 128 tokens (as CPU builds choose)"
+    if cache.get("enable_prefix_caching") in ("True", "False"):
+        facts["prefix caching"] = "on" if cache["enable_prefix_caching"] == "True" else "off"
     return EngineReport(
         "vllm" if cache or card.get("owned_by") == "vllm" else "openai",
         version,

@@ -12,6 +12,7 @@ from octet.proof.verdict import LeftOut, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig, EmbeddedConfig, ManagedConfig
 from serve.config.proof import Proof
+from serve.proof.engine_report import Inspection
 from serve.proof.probe import ClientView, Probed
 
 __all__ = ["Exam", "Exams", "directory_of"]
@@ -47,8 +48,8 @@ class Exam(Protocol):
         These take as many tokens as its argument allows at most; () if none fits.
         """
 
-    async def findings(self, backend: Backend) -> list[str]:
-        """Lists the engine's reports that contradict the declared configuration, a line each."""
+    async def inspect(self, backend: Backend) -> Inspection:
+        """Compares what the engine reports about itself with the declared configuration."""
 
     async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float

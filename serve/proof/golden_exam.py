@@ -19,7 +19,7 @@ from serve.backends.base import Backend
 from serve.config.proof import Proof
 from serve.engine.tokenizer import Tokenizer
 from serve.proof.client_view import Defaults, client_view
-from serve.proof.engine_report import engine_report, structural_findings
+from serve.proof.engine_report import Inspection, engine_report, structural_findings
 from serve.proof.plan import Slices, fits, order, parts_of, simulated
 from serve.proof.probe import ClientView, Probed, probe
 
@@ -129,13 +129,14 @@ class GoldenExam:
     def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
         return Slices(self.proofs.golden, seed, context=context).next
 
-    async def findings(self, backend: Backend) -> list[str]:
+    async def inspect(self, backend: Backend) -> Inspection:
         report = await engine_report(backend)
         if report is None:
-            return []
-        return await asyncio.to_thread(
+            return Inspection()
+        findings = await asyncio.to_thread(
             structural_findings, report, self.proofs, self.declared, self._directory
         )
+        return Inspection(findings, report.settings)
 
     async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float

@@ -294,7 +294,7 @@ class Prover:
         news = (state, reason) != (proof.state, proof.reason)
         served = proof.admits
         proof.state, proof.verdict, proof.reason = state, found.verdict, reason
-        proof.cause = found.cause
+        proof.cause, proof.settings = found.cause, found.settings
         differences = () if found.view is None else tuple(found.view.differences)
         if differences and differences != proof.differences:
             line = f"gives clients other defaults than its artifact: {'; '.join(differences)}"

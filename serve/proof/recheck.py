@@ -48,8 +48,9 @@ class Rounds:
 
         Raises what `send` raises, and Unprovable.
         """
-        if findings := await self._exam.findings(self._backend):
-            return Examined("refused", "; ".join(findings), "refused")
+        inspected = await self._exam.inspect(self._backend)
+        if inspected.findings:
+            return Examined("refused", "; ".join(inspected.findings), "refused")
         try:
             probed = await send(records)
         except Unprovable as error:

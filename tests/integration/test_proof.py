@@ -233,6 +233,14 @@ async def test_a_backend_that_comes_back_broken_gives_no_client_a_token(fleet: F
         for name in ("right", "other"):
             proof = (await until_proof(gateway, name, "proven"))["proof"]
             admitted[name] = proof["tokens"]
+            settings = dict(proof["settings"])
+            assert settings.pop("version").startswith("0.")
+            assert settings == {
+                "engine": "vllm",
+                "cache": "fp8_e5m2",
+                "context": 1024,
+                "prefix caching": "on",
+            }
             print(f"\n{name}: admitted by {proof['prompts']} prompts, {proof['tokens']} tokens")
             print(f"  in {proof['last_took_s']:.2f} s: {proof['reason']}")
         async with Clients(gateway.url, prompts) as clients:

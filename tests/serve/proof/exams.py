@@ -12,6 +12,7 @@ from octet.proof.verdict import LeftOut, Outcome, Range, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig
 from serve.config.proof import Proof
+from serve.proof.engine_report import Inspection
 from serve.proof.exam import Exams
 from serve.proof.probe import ClientView, Failure, Probed
 
@@ -61,8 +62,8 @@ class FakeExam:
     def slicing(self, seed: int, context: int | None) -> Callable[[int], tuple[int, ...]]:
         return FakeSlices().next
 
-    async def findings(self, backend: Backend) -> list[str]:
-        return self.found.get(backend.name, [])
+    async def inspect(self, backend: Backend) -> Inspection:
+        return Inspection(self.found.get(backend.name, []), {"engine": "fake"})
 
     async def probe(
         self, backend: Backend, records: Sequence[int], *, concurrency: int, timeout_s: float

@@ -20,7 +20,7 @@ PAGE = (
     "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
     "process_start_time_seconds 1.79527254546e+09\n"
     'vllm:cache_config_info{block_size="128",cache_dtype="%s",engine="0",num_gpu_blocks="5461",'
-    'user_specified_block_size="False"} 1.0\n'
+    'enable_prefix_caching="True",user_specified_block_size="False"} 1.0\n'
 )
 
 
@@ -46,7 +46,8 @@ def declared(
 
 
 async def test_vllm_says_what_it_keeps_and_since_when() -> None:
-    assert await reported(vllm(root="/models/fp8")) == EngineReport(
+    report = await reported(vllm(root="/models/fp8"))
+    assert report == EngineReport(
         engine="vllm",
         version="0.32.0",
         cache_dtype="fp8_e5m2",
@@ -54,8 +55,15 @@ async def test_vllm_says_what_it_keeps_and_since_when() -> None:
         root="/models/fp8",
         context=512,
         local=True,
-        facts={"blocks": "of 128 tokens (as CPU builds choose)"},
+        facts={"blocks": "of 128 tokens (as CPU builds choose)", "prefix caching": "on"},
     )
+    assert report.settings == {
+        "engine": "vllm",
+        "version": "0.32.0",
+        "cache": "fp8_e5m2",
+        "context": 512,
+        "prefix caching": "on",
+    }
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ def test_a_backend_serves_once_its_numbers_are_proven(caplog: pytest.LogCaptureF
         assert scene.serves() and scene.exam.asked_of(ADDRESS) == [tuple(range(24))]
         assert (scene.pool.proven.kl, scene.pool.proven.kl_low) == (0.04, 0.01)
         assert scene.pool.proven.artifact == "a" * 64
+        assert scene.proof.as_json(0)["settings"] == {"engine": "fake"}
+        server.die()
+        await scene.until("unreachable", 30)
+        assert scene.proof.as_json(0)["settings"] == {}
 
     play(act, server=server)
     (line,) = [r for r in caplog.records if "is proven" in r.getMessage()]

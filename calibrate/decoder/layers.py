@@ -10,12 +10,15 @@ Some decoders scale embeddings in `forward` before the first layer; this applies
 alone. Some models scale or cap logits; this applies to each slice.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.func import functional_call
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -154,6 +157,22 @@ class LayeredModel:
             ~mask, least
         )
 
+    @contextmanager
+    def unscaled_rope(self, theta: float) -> Iterator[None]:
+        """While active, RoPE's frequencies are those of the base `theta`, without scaling.
+
+        The share of each head that rotates stays. For architectures that Octet knows.
+        """
+        before = self._decoder.rotary_emb
+        config = deepcopy(before.config)
+        share = {k: x for k, x in config.rope_parameters.items() if k.startswith("partial_")}
+        config.rope_parameters = {"rope_type": "default", "rope_theta": theta, **share}
+        self._decoder.rotary_emb = type(before)(config=config).to(self.device)
+        try:
+            yield
+        finally:
+            self._decoder.rotary_emb = before
+
     @torch.inference_mode()
     def logits(self, hidden: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Computes [1, n, V] from each [1, n, H] after the last layer: final norm and output head.
@@ -215,7 +234,8 @@ class LayeredModel:
     def _compute_buffers(self, module: nn.Module) -> None:
         """Computes `module`'s tensors that are not weights, such as RoPE's frequencies.
 
-        transformers derives them from the configuration, on the CPU; so does this.
+        transformers derives them from the configuration, on the CPU; so does this. Raises
+        UnsupportedError if it leaves one out, as transformers 4 does.
         """
         missing = {
             name: torch.empty_like(buffer, device="cpu")
@@ -225,7 +245,17 @@ class LayeredModel:
         if not missing:
             return
         module._buffers.update(missing)
+        numbers = {name: x for name, x in missing.items() if x.is_floating_point()}
+        for buffer in numbers.values():
+            buffer.fill_(math.nan)  # shows what is not computed
         self._model._init_weights(module)
+        for name, buffer in numbers.items():
+            if buffer.isnan().any():
+                raise UnsupportedError(
+                    f"{self.checkpoint.path}: transformers {transformers.__version__} does not"
+                    f" compute {self._names[module]}.{name} of {self.spec.architecture} for a model"
+                    " that is read layer by layer: install transformers 5.7 or later"
+                )
         module._buffers.update({name: x.to(self.device) for name, x in missing.items()})
 
 

@@ -1,4 +1,4 @@
-"""Applies a fault to a simulation: to the scales that are read, or to the dequantized weights.
+"""Applies a fault to a simulation: to scales that are read, to dequantized weights, or to RoPE.
 
 Weights arrive dequantized, float32 [N, K], and their codes are recovered: dividing a dequantized
 value by its scale misses the code by at most an ulp, and rounding to the format corrects that.
@@ -15,24 +15,27 @@ from calibrate.decoder.rounding import round_to
 from calibrate.simulate.cache import CacheRounding
 from calibrate.simulate.model import Schemes
 from calibrate.simulate.scales import DeviceScales, Scales
-from octet.artifacts.scenarios import FaultKind, Scenario
+from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.model.spec import ModelSpec
 from octet.numerics.formats import FORMATS
 from octet.recipe import KvCacheDtype, Recipe, TensorScheme
 
 __all__ = [
+    "DEFAULT_THETA",
     "OTHER_CACHE",
     "TakenScales",
     "as_fused",
     "cache_rounding",
     "changes_weights",
     "faulty_scales",
+    "faulty_theta",
     "faulty_weights",
     "mergeable",
 ]
 
 _EXCHANGED = {"k_scale": "v_scale", "v_scale": "k_scale"}
 OTHER_CACHE: dict[KvCacheDtype, KvCacheDtype] = {"e4m3": "e5m2", "e5m2": "e4m3"}  # of 8 bits
+DEFAULT_THETA = 10_000.0  # the base of RoPE that an engine assumes if it reads none
 _OF_WEIGHTS = (
     "weight_scales_dropped",
     "weight_scales_scaled",
@@ -110,6 +113,19 @@ class TakenScales:
             taken = faulty_scales(self._scales, self._recipe, scenario)
             self._found[key] = DeviceScales(taken, self._device)
         return self._found[key]
+
+
+def faulty_theta(spec: ModelSpec, scenario: Scenario) -> float | None:
+    """Returns the base of RoPE whose frequencies are not scaled under the fault.
+
+    None if the fault leaves RoPE as it is.
+    """
+    match scenario.fault:
+        case Fault(kind="rope_parameters_dropped"):
+            return DEFAULT_THETA
+        case Fault(kind="rope_scaling_dropped"):
+            return spec.rope_theta
+    return None
 
 
 def changes_weights(scenario: Scenario, layer: int) -> bool:

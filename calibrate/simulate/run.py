@@ -7,6 +7,7 @@ compared. Attention is causal, so the first position depends on the prompt alone
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from calibrate.simulate.faults import (
     as_fused,
     cache_rounding,
     changes_weights,
+    faulty_theta,
     faulty_weights,
 )
 from calibrate.simulate.model import (
@@ -212,7 +214,11 @@ class _Bench:
                     rounded = rounded_inputs(schemes, run.scenario.path)
                     cache = cache_rounding(run.scenario, self._recipe)
                     scales = self._taken.of(run.scenario)
-                    with self._served.rounding(layer, index, rounded, cache, scales):
+                    theta = faulty_theta(self._spec, run.scenario)
+                    with (
+                        self._served.rounding(layer, index, rounded, cache, scales),
+                        nullcontext() if theta is None else model.unscaled_rope(theta),
+                    ):
                         run.states = [
                             pack.finish(model, layer, states)
                             if index == self._spec.layers - 1

@@ -4,8 +4,9 @@ A scenario is a `Scenario`. Paths without a fault are those that engines take
 (`serving_paths`), the same with only weights quantized, and with nothing
 quantized, as when an engine silently falls back to BF16. Faults come from open reports
 (docs/compatibility.md), as far as they change the logits: scales dropped when a checkpoint is
-loaded, a cache whose bytes are read in another format than they were written in, or scales that
-fused linears were meant to share. Two scenarios that compute the same count once.
+loaded, a cache whose bytes are read in another format than they were written in, scales that fused
+linears were meant to share, or RoPE parameters that are not read. Two scenarios that compute the
+same count once.
 
 Faults are simulated on the default bfloat16 paths of engines: with the cache rounded to nearest, as
 on GPUs, and truncated, as in vLLM on a CPU. Their effects are far larger than the difference
@@ -18,7 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calibrate.simulate.faults import OTHER_CACHE, mergeable
+from calibrate.simulate.faults import DEFAULT_THETA, OTHER_CACHE, mergeable
 from calibrate.simulate.scales import Scales
 from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.artifacts.serving_path import ServingPath
@@ -33,6 +34,9 @@ MOST_LAYERS = 32  # layers with faults of their own, evenly spaced in deeper mod
 # In models with more layers, only one path gets the faults of single layers. Simulating them then
 # takes fewer tokens than a calibration of 256 samples.
 _DEEP = 16
+# Scalings of RoPE that `ModelSpec` does not describe, and that have an effect at every length;
+# "dynamic" has one only beyond the model's context.
+_OTHER_SCALINGS = ("rope_type 'yarn'", "rope_type 'longrope'")
 
 
 def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:
@@ -100,6 +104,7 @@ def scenarios_of(spec: ModelSpec, recipe: Recipe, scales: Scales) -> tuple[Scena
     for number, path in enumerate(_main_paths(recipe, own)):
         found += _with(path, _cache_kinds(spec, recipe, scales, path))
         found += _with(path, _weight_kinds(spec, recipe, scales, path))
+        found += _with(path, _rope_kinds(spec))
         if number and spec.layers > _DEEP:
             continue
         for layer in _layers(spec.layers):
@@ -193,6 +198,21 @@ def _weight_kinds(
             yield "fused_scales_smallest"
     if any(len(x) > 1 and all(scale.size == 1 for scale in x) for x in fused):
         yield "fused_scales_in_one_slot"
+
+
+def _rope_kinds(spec: ModelSpec) -> Iterator[FaultKind]:
+    """Yields the possible faults of RoPE's parameters."""
+    if spec.generic:  # its RoPE may have other parameters
+        return
+    scaling = spec.rope_scaling
+    if scaling is None:
+        scaled = any(feature in _OTHER_SCALINGS for feature in spec.undescribed)
+    else:
+        scaled = scaling.factor != 1
+    if scaled or spec.rope_theta != DEFAULT_THETA:
+        yield "rope_parameters_dropped"
+    if scaled and spec.rope_theta != DEFAULT_THETA:
+        yield "rope_scaling_dropped"
 
 
 def _outer_scales(

@@ -46,6 +46,8 @@ FaultKind = Literal[
     "expert_scales_permuted",  # each expert has the scales of the next
     "nibbles_swapped",  # FP4: the even column is read from the high nibble
     "global_scales_inverted",  # NVFP4 weights' global scale: multiplied by instead of divided by
+    "rope_parameters_dropped",  # RoPE with theta 10,000, its frequencies unscaled
+    "rope_scaling_dropped",  # RoPE with the model's theta, its frequencies unscaled
 ]
 
 

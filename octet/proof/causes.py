@@ -104,6 +104,16 @@ _FAULTS = {
         "use an engine that keeps a scale for each of q, k, v, gate and up, or export with shared"
         " scales",
     ),
+    "rope_parameters_dropped": (
+        "match RoPE without the parameters of config.json: theta 10,000 and no scaling",
+        "compare rope_theta and rope_parameters in the config.json that the server loaded; use a"
+        " version of the engine that reads them",
+    ),
+    "rope_scaling_dropped": (
+        "match RoPE without the scaling of config.json",
+        "compare rope_scaling and rope_parameters in the config.json that the server loaded; use a"
+        " version of the engine that reads them",
+    ),
 }
 
 

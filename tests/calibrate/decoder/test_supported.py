@@ -67,6 +67,14 @@ def test_an_architecture_that_transformers_lacks(olmo: Path, tmp_path: Path) -> 
     )
 
 
+def test_frequencies_that_transformers_leaves_out(
+    olmo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers 4 does: golden records would be of whatever was in memory."""
+    monkeypatch.setattr("transformers.PreTrainedModel._init_weights", lambda self, module: None)
+    refused(Checkpoint.open(olmo), r"does not compute model.rotary_emb.inv_freq .* install")
+
+
 def test_a_matrix_that_transformers_has_no_linear_for(olmo: Path, tmp_path: Path) -> None:
     weight = Checkpoint.open(olmo).read("model.layers.0.mlp.up_proj.weight")
     changed = copied(olmo, tmp_path, {}, **{"model.layers.1.mlp.side_proj.weight": weight})

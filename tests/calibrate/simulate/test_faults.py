@@ -1,5 +1,6 @@
 """Tests weights with wrong scales: the codes that an export stores, times other scales."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from calibrate.simulate.scales import DeviceScales
 from calibrate.simulate.scenarios import scenarios_of
 from octet.artifacts.scenarios import Fault, FaultKind, Scenario
 from octet.artifacts.serving_path import ServingPath
+from octet.model.spec import ModelSpec
 from octet.numerics import scaling
 from octet.numerics.formats import FORMATS
 from octet.numerics.microscaling import combined
@@ -194,6 +196,41 @@ def test_scales_of_one_are_not_missed(bench: Bench) -> None:
     none = kinds_of(bench, "fp8", "float16")
     faulty = set().union(*none.values())
     assert faulty == {"weight_scales_dropped", "weight_scales_scaled", "fused_scales_merged"}
+
+
+DROPPED, UNSCALED = "rope_parameters_dropped", "rope_scaling_dropped"
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default", "rope_theta": 10_000.0}, set()),
+        ({"rope_type": "default", "rope_theta": 1e6}, {DROPPED}),
+        (LINEAR | {"rope_theta": 10_000.0}, {DROPPED}),
+        (LINEAR | {"rope_theta": 1e6}, {DROPPED, UNSCALED}),
+        # What scales nothing, at the lengths of any prompt.
+        (LINEAR | {"rope_theta": 1e6, "factor": 1.0}, {DROPPED}),
+        ({"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}, {DROPPED}),
+        # Not described by ModelSpec for this architecture.
+        ({"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}, {DROPPED, UNSCALED}),
+    ],
+)
+def test_rope_parameters_are_missed_if_they_differ_from_the_usual(
+    rope: dict[str, Any], expected: set[str], bench: Bench
+) -> None:
+    recipe, scales = recipe_with("fp8"), bench.scales(recipe_with("fp8"))
+    config = json.loads((bench.checkpoint.path / "config.json").read_text())
+    spec = ModelSpec.from_config(config | {"rope_parameters": rope}, "config.json")
+    faults = [x for x in scenarios_of(spec, recipe, scales) if x.fault]
+    kinds = {x.fault.kind for x in faults if x.fault}
+    assert kinds & {DROPPED, UNSCALED} == expected
+    weights = {x.path for x in faults if x.fault == Fault(kind="weight_scales_dropped")}
+    for kind in expected:
+        assert {x.path for x in faults if x.fault and x.fault.kind == kind} == weights
+    unknown = spec.model_copy(update={"generic": True, "found": tuple(spec.linears())})
+    found = scenarios_of(unknown, recipe, scales)
+    assert not {x.fault.kind for x in found if x.fault} & {DROPPED, UNSCALED}
 
 
 def test_experts_and_caches_may_take_the_scales_of_others(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from octet.numerics.formats import E4M3
 from octet.numerics.scaling import Granularity
 from octet.recipe import KvCacheDtype, Recipe
 from tests.calibrate.bench import Bench, make_bench, recipe_with
+from tests.models import KNOWN, UNDESCRIBED, rewrite_model, write_model
 
 LENGTHS = (3, 4, 5, 9, 9, 12, 17, 20, 30, 44)
 EXACT: dict[str, Any] = {"compute": "float32"}
@@ -152,6 +153,44 @@ def test_static_scales_of_inputs_dropped(bench: Bench, golden: GoldenSet) -> Non
     # Rounding is chaotic: close on the whole, and far from what is served with the scales.
     honest = one(bench, golden, recipe, scales, path)
     assert np.abs(found - theirs).mean() < 0.2 * np.abs(found - honest).mean()
+
+
+UNSCALED = {"rope_type": "default"}
+ROPE: list[tuple[str, FaultKind, dict[str, Any]]] = [  # a model, a fault, what is read instead
+    ("llama3-rope", "rope_parameters_dropped", UNSCALED | {"rope_theta": 10_000.0}),
+    ("llama3-rope", "rope_scaling_dropped", UNSCALED | {"rope_theta": 500_000.0}),
+    ("llama-yarn", "rope_parameters_dropped", UNSCALED | {"rope_theta": 10_000.0}),
+    (
+        "phi3-longrope",
+        "rope_parameters_dropped",
+        UNSCALED | {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "kind", "read"), ROPE)
+def test_rope_without_its_parameters(
+    model: str, kind: FaultKind, read: dict[str, Any], golden: GoldenSet, tmp_path: Path
+) -> None:
+    """As transformers computes the same weights with another config.json."""
+    architecture, settings = (KNOWN | UNDESCRIBED)[model]
+    own = make_bench(write_model(tmp_path / "own", architecture, **settings), samples=2)
+    other = rewrite_model(tmp_path / "own", tmp_path / "other", rope_parameters=read)
+    recipe = recipe_with("fp8", kv_cache="float16")
+    scales = own.scales(recipe)
+    path = ServingPath(activations=False, kv_cache="float16", **EXACT)
+    found = one(own, golden, recipe, scales, path, kind=kind)
+    faulty = make_bench(other, samples=2)
+    schemes = module_schemes(faulty.checkpoint.spec, recipe)
+    with weights_alone(faulty, schemes, scales, "float16"):
+        theirs = whole_model(faulty.model, golden)
+    np.testing.assert_allclose(found, theirs, atol=CLOSE)
+    # The fault shows, and is gone with the run that had it.
+    honest = one(own, golden, recipe, scales, path)
+    assert np.abs(found - honest).max() > 2 * CLOSE
+    both = [Scenario(path=path, fault=Fault(kind=kind)), Scenario(path=path)]
+    together = scenarios(own.checkpoint, recipe, scales, golden, both).logprobs
+    np.testing.assert_array_equal(together[both[1]][0], honest)
 
 
 class Reread(DynamicCache):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,18 @@ def test_side_files_of_others_are_compared_by_content(pair_of_others: tuple[Path
     (theirs / "tokenizer.json").unlink()
     found = verify(theirs, model=original)
     assert found.problems == [] and any("no tokenizer.json" in note for note in found.notes)
+
+
+def test_without_the_tokenizers_package_the_rest_is_compared(
+    pair_of_others: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, theirs = pair_of_others
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.delitem(sys.modules, "serve.engine.tokenizer", raising=False)
+    found = verify(theirs, model=original)
+    assert found.problems == [] and found.exit_code == 2
+    (said,) = found.unchecked
+    assert said.startswith("tokenizer.json: tokenizers is not installed: pip install")
 
 
 def rotated(theirs: Path) -> None:

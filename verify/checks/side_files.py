@@ -12,7 +12,6 @@ from octet.errors import CheckpointError, OctetError
 from octet.model.chat_template import GENERATION_CONFIG, TEMPLATE_FILE, template_of
 from octet.model.checkpoint import Checkpoint
 from octet.storage.files import read_object
-from serve.engine.tokenizer import Tokenizer
 from verify.checks.findings import Verification
 from verify.checks.original import Original
 
@@ -97,6 +96,11 @@ def _check_by_content(path: Path, original: Checkpoint, found: Verification) -> 
             continue
         try:
             what = compare(path, original)
+        except ModuleNotFoundError as error:
+            what = ""
+            found.unchecked.append(
+                f"{name}: {error.name} is not installed: pip install 'octet-llm[serve]'"
+            )
         except OctetError as error:
             what = f"cannot be compared: {error}"
         if what:
@@ -105,6 +109,8 @@ def _check_by_content(path: Path, original: Checkpoint, found: Verification) -> 
 
 def _other_token(path: Path, original: Checkpoint) -> str:
     """Says which text `path` encodes otherwise than `original`; "" if none."""
+    from serve.engine.tokenizer import Tokenizer  # what it imports may not be installed
+
     if not (original.path / _TOKENIZER).is_file():
         return ""
     ours, theirs = Tokenizer.load(original.path), Tokenizer.load(path)

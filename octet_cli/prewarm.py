@@ -45,7 +45,7 @@ def prewarm(
     variables = {} if cache is None else cache_variables(cache.resolve())
     log = Path(mkdtemp(prefix="octet-prewarm-")) / "vllm.log"
     console = console_for(as_json)
-    saying = f"vLLM compiles, for minutes at first: {log}"  # in one line of a terminal
+    saying = f"starting vLLM; a first start compiles for minutes: {log}"
     started = time.monotonic()
     with (
         nullcontext() if console is None else console.status(saying),

@@ -27,6 +27,7 @@ from verify.checks.checkpoint import verify_checkpoint
 from verify.checks.findings import Problem, Verification
 from verify.checks.names import FUSED
 from verify.checks.original import Original
+from verify.checks.side_files import other_sizes
 from verify.reader.checkpoint import Written
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PackOptions", "Pair", "open_pair", "write_pack"]
 
-# Of a ModelSpec: what a quantizer may write differently without changing what is computed.
-_FREE = ("eos_token_ids", "max_positions")
 _CODES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
@@ -203,14 +202,11 @@ def _format(written: Written) -> str:
 
 def _require_same_model(spec: ModelSpec, written: Written, original: Path) -> None:
     """Raises CheckpointError if the configurations describe different models."""
-    config = {key: x for key, x in written.config.items() if key != "quantization_config"}
-    theirs = ModelSpec.from_config(config, str(written.path)).model_dump()
-    for key, value in spec.model_dump().items():
-        if key not in _FREE and theirs[key] != value:
-            raise CheckpointError(
-                f"{written.path}: not made from {original}: its config.json has {key}"
-                f" {theirs[key]}, the original {value}"
-            )
+    differ = other_sizes(spec, written.config, str(written.path))
+    if differ:
+        raise CheckpointError(
+            f"{written.path}: not made from {original}: in its config.json, {differ[0]}"
+        )
 
 
 def _require_sound(pair: Pair, console: Console | None) -> list[str]:

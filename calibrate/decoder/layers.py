@@ -235,7 +235,7 @@ class LayeredModel:
         """Computes `module`'s tensors that are not weights, such as RoPE's frequencies.
 
         transformers derives them from the configuration, on the CPU; so does this. Raises
-        UnsupportedError if it leaves one out, as transformers 4 does.
+        UnsupportedError if transformers leaves one of them out, as release 4 does.
         """
         missing = {
             name: torch.empty_like(buffer, device="cpu")
@@ -245,7 +245,7 @@ class LayeredModel:
         if not missing:
             return
         module._buffers.update(missing)
-        numbers = {name: x for name, x in missing.items() if x.is_floating_point()}
+        numbers = {n: x for n, x in missing.items() if x.is_floating_point() or x.is_complex()}
         for buffer in numbers.values():
             buffer.fill_(math.nan)  # shows what is not computed
         self._model._init_weights(module)

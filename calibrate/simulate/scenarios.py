@@ -36,7 +36,7 @@ MOST_LAYERS = 32  # layers with faults of their own, evenly spaced in deeper mod
 _DEEP = 16
 # Scalings of RoPE that `ModelSpec` does not describe, and that have an effect at every length;
 # "dynamic" has one only beyond the model's context.
-_OTHER_SCALINGS = ("rope_type 'yarn'", "rope_type 'longrope'")
+_OTHER_SCALINGS = ("rope_type 'yarn'", "rope_type 'longrope'", "rope_type 'su'")
 
 
 def serving_paths(recipe: Recipe) -> tuple[ServingPath, ...]:

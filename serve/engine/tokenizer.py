@@ -125,8 +125,11 @@ class Tokenizer:
         self.template = template
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer":
-        """Loads the tokenizer of `directory`. Raises ArtifactError if it has no usable one."""
+    def load(cls, directory: Path, *, template: bool = True) -> "Tokenizer":
+        """Loads the tokenizer of `directory`, without its chat template if `template` is False.
+
+        Raises ArtifactError if one of them cannot be used.
+        """
         path = directory / "tokenizer.json"
         try:
             inner = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER_BYTES))
@@ -136,7 +139,7 @@ class Tokenizer:
             raise ArtifactError(f"{path}: not a usable tokenizer ({error})") from None
         inner.no_truncation()
         inner.no_padding()
-        return cls(inner, ChatTemplate.load(directory))
+        return cls(inner, ChatTemplate.load(directory) if template else ChatTemplate(None))
 
     @property
     def vocab_size(self) -> int:

@@ -127,18 +127,19 @@ def pair_of_others(tiny_model: Path, tmp_path: Path) -> tuple[Path, Path]:
     """An original with defaults of its own, and another tool's checkpoint, which has them anew."""
     original = tmp_path / "original"
     shutil.copytree(tiny_model, original)
-    defaults = {"temperature": 0.6, "top_p": 1.0, "eos_token_id": [0]}
+    defaults = {"temperature": 0.6, "top_p": 1.0, "eos_token_id": [0, 7], "min_p": None}
     (original / "generation_config.json").write_text(json.dumps(defaults))
+    (original / "tokenizer_config.json").write_text(json.dumps({"eos_token": "A"}))
     (original / "chat_template.jinja").write_text("{{ messages }}\n")
     theirs = write_handmade(tmp_path / "theirs", original, "ct-channel", manifest=False)
     tokenizer = json.loads((original / "tokenizer.json").read_text())
     merges = tokenizer["model"]["merges"]
     tokenizer["model"]["merges"] = [x if isinstance(x, str) else " ".join(x) for x in merges]
     (theirs / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
-    config = {"chat_template": "{{ messages }}"}
+    config = {"chat_template": "{{ messages }}", "eos_token": {"content": "A"}}
     (theirs / "tokenizer_config.json").write_text(json.dumps(config))
     (theirs / "chat_template.jinja").unlink(missing_ok=True)
-    defaults = {"temperature": 0.6, "top_k": -1, "transformers_version": "5.23"}
+    defaults = {"temperature": 0.6, "top_k": -1, "eos_token_id": [7, 0, 7]}
     (theirs / "generation_config.json").write_text(json.dumps(defaults))
     return original, theirs
 
@@ -146,9 +147,27 @@ def pair_of_others(tiny_model: Path, tmp_path: Path) -> tuple[Path, Path]:
 def test_side_files_of_others_are_compared_by_content(pair_of_others: tuple[Path, Path]) -> None:
     original, theirs = pair_of_others
     assert verify(theirs, model=original).problems == []
-    (theirs / "tokenizer.json").unlink()
+    template = "{% generation %}{{ messages }}{% endgeneration %}"  # that Octet does not render
+    for directory in pair_of_others:
+        (directory / "chat_template.jinja").write_text(template)
+    assert verify(theirs, model=original).problems == []
+
+
+def test_weights_of_others_may_come_alone(pair_of_others: tuple[Path, Path]) -> None:
+    original, theirs = pair_of_others
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (theirs / name).unlink()
     found = verify(theirs, model=original)
-    assert found.problems == [] and any("no tokenizer.json" in note for note in found.notes)
+    assert found.problems == [] and any("no tokenizer: " in note for note in found.notes)
+
+
+def test_an_original_whose_tokenizer_is_in_no_tokenizer_json(
+    pair_of_others: tuple[Path, Path],
+) -> None:
+    original, theirs = pair_of_others
+    (original / "tokenizer.json").unlink()
+    found = verify(theirs, model=original)
+    assert found.problems == [] and any("original has no tokenizer" in x for x in found.notes)
 
 
 def test_without_the_tokenizers_package_the_rest_is_compared(
@@ -179,13 +198,25 @@ def written(name: str, text: str) -> Callable[[Path], object]:
     [
         (rotated, "tokenizer.json", "encodes 'A' as token "),
         (written("tokenizer.json", "{}"), "tokenizer.json", "cannot be compared: "),
-        (written("tokenizer_config.json", "{}"), "chat_template.jinja", "missing: the original"),
+        (
+            written("tokenizer_config.json", '{"eos_token": "A"}'),
+            "chat_template.jinja",
+            "missing: the original has one",
+        ),
+        (
+            written(
+                "tokenizer_config.json", '{"eos_token": "B", "chat_template": "{{ messages }}"}'
+            ),
+            "tokenizer_config.json",
+            "eos_token is 'B', and 'A' in the original",
+        ),
+        (lambda theirs: (theirs / "tokenizer.json").unlink(), "tokenizer.json", "missing: the"),
         (written("chat_template.jinja", "{{ 1 }}"), "chat_template.jinja", "is not the original's"),
         (
-            written("generation_config.json", '{"top_k": 20, "eos_token_id": [0, 7]}'),
+            written("generation_config.json", '{"top_k": 20, "eos_token_id": 0}'),
             "generation_config.json",
             "temperature is 1, and 0.6 in the original; top_k is 20, and 0 in the original;"
-            " eos_token_id is [0, 7], and [0] in the original",
+            " eos_token_id is [0], and [0, 7] in the original",
         ),
         (written("generation_config.json", "{"), "generation_config.json", "cannot be compared: "),
     ],
@@ -198,6 +229,31 @@ def test_another_default_of_others_is_named(
     found = verify(theirs, model=original)
     (problem,) = found.problems
     assert problem.where == where and problem.what.startswith(what) and found.exit_code == 1
+
+
+@pytest.mark.parametrize("spelling", ["none", "rope_theta", "rope_parameters"])
+def test_rope_parameters_that_others_lose_are_named(
+    spelling: str, pair_of_others: tuple[Path, Path]
+) -> None:
+    original, theirs = pair_of_others
+    config = json.loads((theirs / "config.json").read_text())
+    for name in ("rope_theta", "rope_scaling", "rope_parameters"):
+        config.pop(name, None)
+    rope = {"rope_theta": 500_000.0, "rope_type": "linear", "factor": 2.0}
+    quantization = config.pop("quantization_config")
+    (original / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    old = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "linear", "factor": 2.0}}
+    kept: dict[str, Any] = {"none": {}, "rope_theta": old, "rope_parameters": {}}[spelling]
+    if spelling == "rope_parameters":
+        kept = {"rope_parameters": rope}
+    config |= kept | {"quantization_config": quantization}
+    (theirs / "config.json").write_text(json.dumps(config))
+    problems = [problem.what for problem in verify(theirs, model=original).problems]
+    if spelling == "none":
+        assert problems[0] == "rope_theta is 10000.0, and 500000.0 in the original"
+        assert problems[1].startswith("rope_scaling is None, and {'type': 'linear', 'factor': 2.0")
+    else:
+        assert problems == []
 
 
 def test_hf_quant_config_stands_in_for_a_missing_quantization_config(

@@ -185,7 +185,7 @@ def test_what_no_pack_can_be_made_of(
     assert "quantized already" in told(fp8, fp8)
     assert "no such" in told(model, tmp_path / "nowhere")
     deeper = write_model(tmp_path / "deeper", "llama")
-    assert "not made from" in told(deeper, fp8) and "hidden_size 256" in told(deeper, fp8)
+    assert "not made from" in told(deeper, fp8) and "hidden_size is 256" in told(deeper, fp8)
     other = changed(model, tmp_path / "other", lambda x: shuffle(x))
     assert "is not its original" in told(other, fp8)
 

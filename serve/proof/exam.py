@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from octet.artifacts.golden import GOLDEN_FILE
 from octet.errors import ArtifactError
@@ -12,8 +12,10 @@ from octet.proof.verdict import LeftOut, Verdict
 from serve.backends.base import Backend
 from serve.config import BackendConfig, EmbeddedConfig, ManagedConfig
 from serve.config.proof import Proof
-from serve.proof.engine_report import Inspection
 from serve.proof.probe import ClientView, Probed
+
+if TYPE_CHECKING:
+    from serve.proof.engine_report import Inspection  # loads the backends' libraries
 
 __all__ = ["Exam", "Exams", "directory_of"]
 
@@ -48,7 +50,7 @@ class Exam(Protocol):
         These take as many tokens as its argument allows at most; () if none fits.
         """
 
-    async def inspect(self, backend: Backend) -> Inspection:
+    async def inspect(self, backend: Backend) -> "Inspection":
         """Compares what the engine reports about itself with the declared configuration."""
 
     async def probe(

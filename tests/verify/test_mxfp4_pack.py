@@ -116,6 +116,6 @@ def test_a_model_of_another_shape_is_refused(
 ) -> None:
     other = rewrite_model(model, tmp_path / "other", swiglu_limit=5.0)
     wanted = options(other, packed, example_samples, tmp_path / "pack")
-    with pytest.raises(CheckpointError, match=r"has swiglu_limit 7\.0, the original 5\.0"):
+    with pytest.raises(CheckpointError, match=r"swiglu_limit is 7\.0, and 5\.0 in the"):
         open_pair(wanted)
     assert open_pair(replace(wanted, original=model))

@@ -153,6 +153,14 @@ def test_side_files_of_others_are_compared_by_content(pair_of_others: tuple[Path
     assert verify(theirs, model=original).problems == []
 
 
+def test_others_may_add_a_template_where_the_original_has_none(
+    pair_of_others: tuple[Path, Path],
+) -> None:
+    original, theirs = pair_of_others
+    (original / "chat_template.jinja").unlink()
+    assert verify(theirs, model=original).problems == []
+
+
 def test_weights_of_others_may_come_alone(pair_of_others: tuple[Path, Path]) -> None:
     original, theirs = pair_of_others
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -170,9 +170,12 @@ def _other_special_token(path: Path, original: Checkpoint) -> str:
 
 
 def _other_template(path: Path, original: Checkpoint) -> str:
-    """Says how the chat template differs; "" if at most by the last newline, which Jinja drops."""
+    """Says how the chat template differs from the original's, if that has one; "" if it does not.
+
+    Jinja drops the last newline.
+    """
     wanted, given = (template_of(x) or "" for x in (original.path, path))
-    if given.removesuffix("\n") == wanted.removesuffix("\n"):
+    if not wanted or given.removesuffix("\n") == wanted.removesuffix("\n"):
         return ""
     return "is not the original's chat template" if given else "missing: the original has one"
 

@@ -159,7 +159,7 @@ class LayeredModel:
 
     @contextmanager
     def unscaled_rope(self, theta: float) -> Iterator[None]:
-        """While active, RoPE's frequencies are those of the base `theta`, without scaling.
+        """Gives RoPE the frequencies of base `theta`, without scaling, while active.
 
         The share of each head that rotates stays. For architectures that Octet knows.
         """

@@ -116,7 +116,7 @@ class TakenScales:
 
 
 def faulty_theta(spec: ModelSpec, scenario: Scenario) -> float | None:
-    """Returns the base of RoPE whose frequencies are not scaled under the fault.
+    """Returns RoPE's base under the fault, whose frequencies are then unscaled.
 
     None if the fault leaves RoPE as it is.
     """

@@ -88,7 +88,7 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an engine reports about itself, compared with the declared configuration."""
+    """An engine's report about itself, compared with the declared configuration."""
 
     findings: Sequence[str] = ()  # contradictions, a line each
     settings: Mapping[str, str | int] = field(default_factory=dict)  # that it was started with
